@@ -1,0 +1,44 @@
+# Needs Python 3.11 or later, pip and make; everything else goes into .venv.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PROMPT ?= What is the capital of France?
+
+.PHONY: run test check format wheel clean help
+
+help:  ## show the targets
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 10
+
+run: $(VENV)/run.stamp  ## install, fetch the built-in model, answer PROMPT
+	@$(BIN)/tamis generate --prompt "$(PROMPT)"
+
+test: $(VENV)/dev.stamp  ## fetch the built-in model, run all tests
+	@$(BIN)/tamis pull
+	$(BIN)/python -m pytest $(ARGS)
+
+check: $(VENV)/dev.stamp  ## lint, format and type checks
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(VENV)/dev.stamp  ## fix what ruff can fix
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+wheel: $(VENV)/dev.stamp  ## build dist/tamis-*.whl
+	$(BIN)/python -m build --wheel
+
+clean:  ## remove the virtual environment and build products
+	rm -rf $(VENV) dist build .pytest_cache .mypy_cache .ruff_cache
+
+$(BIN)/python:
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "tamis needs Python 3.11 or later; try make PYTHON=python3.12")'
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/run.stamp: pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --disable-pip-version-check -q -e .
+	@touch $@
+
+$(VENV)/dev.stamp: pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --disable-pip-version-check -q -e '.[dev]'
+	@touch $@ $(VENV)/run.stamp

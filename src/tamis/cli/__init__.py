@@ -1,0 +1,99 @@
+"""The command line: `tamis generate`, `inspect`, `plan`, `pull`.
+
+Nothing heavy is imported here: `tamis --help` and `--version` answer without loading torch.
+"""
+
+import contextlib
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+__all__ = ["CommonOptions", "main"]
+
+EXIT_BUG = 1
+"""An exception nobody planned for."""
+EXIT_ERROR = 2
+"""What was asked for cannot be done: usage, input, files, network."""
+EXIT_INTERRUPTED = 130
+"""Ctrl-C, as shells count it: 128 + SIGINT."""
+EXIT_BROKEN_PIPE = 141
+"""The reader of standard output went away: 128 + SIGPIPE."""
+
+
+@dataclass
+class CommonOptions:
+    """What every command shares; filled in while the command line is read."""
+
+    debug: bool = False
+    """Show tracebacks and logs."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run `tamis` with the arguments `argv` (None: those of the process) and return the exit code.
+
+    0: done. 1: a bug. 2: an error, printed in one line. 130: interrupted. 141: the output's reader went away.
+    """
+    options = CommonOptions()
+    # OpenMP reads this when torch is loaded. Threads that spin while they wait for each other make a step more than ten
+    # times slower as soon as anything else runs on the machine.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    try:
+        from tamis.cli.app import run  # here, so that Ctrl-C during imports ends as cleanly as later
+
+        code = run(sys.argv[1:] if argv is None else argv, options)
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except KeyboardInterrupt:
+        _say("interrupted", options)
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        _drop_output()
+        return EXIT_BROKEN_PIPE
+    except Exception as error:
+        message, code = describe(error)
+        _say(f"error: {message}", options)
+    return code
+
+
+def describe(error: Exception) -> tuple[str, int]:
+    """One line that says what went wrong, and the exit code."""
+    from tamis.errors import TamisError
+
+    code = EXIT_ERROR
+    if isinstance(error, TamisError):
+        message = str(error)
+    elif hasattr(error, "format_message"):  # a usage error of click, whichever click typer brings
+        message = _usage_message(error)
+    elif isinstance(error, OSError):
+        message = f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error)
+    elif isinstance(error, MemoryError):
+        message = f"not enough memory: {error}" if str(error) else "not enough memory"
+    else:
+        detail = f": {error}" if str(error) else ""
+        message = f"this is a bug in tamis: {type(error).__name__}{detail} (--debug shows where)"
+        code = EXIT_BUG
+    return " ".join(message.split()) or type(error).__name__, code
+
+
+def _usage_message(error: Exception) -> str:
+    message = str(error.format_message())  # type: ignore[attr-defined]
+    context = getattr(error, "ctx", None)
+    return f"{message} (see {context.command_path} --help)" if context is not None else message
+
+
+def _say(line: str, options: CommonOptions) -> None:
+    with contextlib.suppress(OSError):  # standard error may be gone as well
+        if options.debug:
+            traceback.print_exc()
+        print(line, file=sys.stderr, flush=True)
+
+
+def _drop_output() -> None:
+    """Point the broken streams at nothing, so that the interpreter's last flush does not complain."""
+    devnull = os.open(os.devnull, os.O_WRONLY)
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            os.dup2(devnull, stream.fileno())
+    os.close(devnull)

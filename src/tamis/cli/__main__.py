@@ -1,0 +1,7 @@
+"""`python -m tamis.cli`: the same as the `tamis` command."""
+
+import sys
+
+from tamis.cli import main
+
+sys.exit(main())

@@ -1,0 +1,157 @@
+"""`tamis generate`: answer one prompt."""
+
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from tamis.cli import EXIT_INTERRUPTED
+from tamis.cli.options import (
+    AsJson,
+    Debug,
+    EngineKVDtype,
+    KVBudget,
+    Logprobs,
+    MaxBatchTokens,
+    MaxTokens,
+    MinP,
+    Model,
+    PageSize,
+    Prompt,
+    PromptFile,
+    Quiet,
+    Raw,
+    Seed,
+    Stop,
+    System,
+    Temperature,
+    Threads,
+    TopK,
+    TopP,
+    WeightDtype,
+)
+from tamis.cli.output import print_json
+from tamis.cli.prompt import read_prompt
+from tamis.cli.reply import Reply, closing_lines, figures
+from tamis.errors import RequestError
+from tamis.request import FinishReason, SamplingParams
+from tamis.units import format_size
+
+if TYPE_CHECKING:
+    from tamis.engine.llm import LLM
+
+
+def generate(
+    model: Model = None,
+    prompt: Prompt = None,
+    file: PromptFile = None,
+    system: System = None,
+    raw: Raw = False,
+    max_tokens: MaxTokens = 256,
+    temperature: Temperature = 0.0,
+    top_p: TopP = None,
+    top_k: TopK = None,
+    min_p: MinP = None,
+    seed: Seed = None,
+    stop: Stop = None,
+    logprobs: Logprobs = None,
+    dtype: WeightDtype = "auto",
+    kv_dtype: EngineKVDtype = "auto",
+    page_size: PageSize = None,
+    kv_budget: KVBudget = None,
+    max_batch_tokens: MaxBatchTokens = 512,
+    threads: Threads = None,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+    _debug: Debug = False,
+) -> None:
+    """Answer one prompt. The text goes to standard output, bars and figures to standard error."""
+    asked: dict[str, Any] = {
+        "max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p,
+        "seed": seed, "stop": tuple(stop or ()), "logprobs": logprobs,
+    }  # fmt: skip
+    sampling = {name: value for name, value in asked.items() if value is not None}
+    SamplingParams(**sampling)  # refuse what is out of range before the model is loaded
+    _check(raw=raw, system=system, logprobs=logprobs, as_json=as_json)
+    text = read_prompt(prompt, file)
+    settings = {"dtype": dtype, "kv_dtype": kv_dtype, "page_size": page_size, "kv_budget": kv_budget,
+                "max_batch_tokens": max_batch_tokens, "threads": threads}  # fmt: skip
+    with _load(model, settings, quiet=quiet) as llm:
+        if not quiet:
+            _say(_room(llm))
+        ids = llm.encode(text) if raw else llm.tokenizer.encode_chat(_messages(text, system))
+        reply, facts = _answer(llm, ids, llm.default_sampling(**sampling), show=_ignore if as_json else _write)
+        if as_json:
+            print_json({"model": model or "smollm2-135m", "text": reply.text, **_tokens(llm, reply), **facts})
+        elif not reply.text.endswith("\n"):
+            _write("\n")
+        if not quiet:
+            _say(*closing_lines(facts))
+    if reply.finish_reason is FinishReason.ABORT:
+        raise typer.Exit(EXIT_INTERRUPTED)
+
+
+def _check(*, raw: bool, system: str | None, logprobs: int | None, as_json: bool) -> None:
+    if raw and system is not None:
+        raise RequestError("--system needs the chat template, which --raw leaves out")
+    if logprobs is not None and not as_json:
+        raise RequestError("--logprobs needs --json: plain text has no place for them")
+
+
+def _load(model: str | None, settings: dict[str, Any], *, quiet: bool) -> "LLM":
+    from tamis.cli.progress import make_progress
+    from tamis.engine.llm import LLM
+
+    progress = make_progress(quiet=quiet)
+    try:
+        return LLM(model, **settings, progress=progress)
+    finally:
+        progress.finish()  # also where loading was interrupted
+
+
+def _messages(text: str, system: str | None) -> list[dict[str, str]]:
+    first = [] if system is None else [{"role": "system", "content": system}]
+    return [*first, {"role": "user", "content": text}]
+
+
+def _answer(
+    llm: "LLM", ids: list[int], sampling: SamplingParams, show: Callable[[str], None]
+) -> tuple[Reply, dict[str, Any]]:
+    reply = Reply(prompt_tokens=len(ids))
+    reply.follow(llm.stream(ids, sampling), show)
+    return reply, figures(reply, llm.stats, llm.layout.bytes_per_page)
+
+
+def _tokens(llm: "LLM", reply: Reply) -> dict[str, Any]:
+    """The generated ids, and their log-probabilities where they were asked for."""
+    if not reply.logprobs:
+        return {"token_ids": reply.token_ids}
+    entries = [
+        {
+            "token_id": token,
+            "token": llm.decode([token], skip_special_tokens=False),
+            "logprob": entry.logprob,
+            "top": {str(other): value for other, value in entry.top.items()},
+        }
+        for token, entry in zip(reply.token_ids, reply.logprobs, strict=True)
+    ]
+    return {"token_ids": reply.token_ids, "logprobs": entries}
+
+
+def _room(llm: "LLM") -> str:
+    stats, layout = llm.stats, llm.layout
+    size = format_size(stats.pages_total * layout.bytes_per_page)
+    return f"KV pool:   room for {stats.pages_total * stats.page_size:,} tokens in {size}, {stats.page_size} a page"
+
+
+def _write(text: str) -> None:
+    print(text, end="", flush=True)
+
+
+def _ignore(_text: str) -> None:
+    """JSON comes in one piece at the end."""
+
+
+def _say(*lines: str) -> None:
+    print(*lines, sep="\n", file=sys.stderr, flush=True)

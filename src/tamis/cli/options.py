@@ -1,0 +1,88 @@
+"""Arguments and options of the commands: names, metavars and help, so that signatures stay readable."""
+
+import logging
+from typing import Annotated, Any
+
+import typer
+
+
+def _set_debug(context: typer.Context, wanted: bool) -> bool:
+    if wanted and not context.obj.debug:
+        context.obj.debug = True
+        logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
+        logging.getLogger("tamis").setLevel(logging.DEBUG)
+    return wanted
+
+
+def _option(names: str, metavar: str, text: str, **more: Any) -> Any:
+    return typer.Option(*names.split(), metavar=metavar, help=text, **more)
+
+
+def _flag(names: str, text: str, **more: Any) -> Any:
+    return typer.Option(*names.split(), help=text, **more)
+
+
+_BUILT_IN = "Default: smollm2-135m."
+
+# Every command
+Model = Annotated[
+    str | None,
+    typer.Argument(metavar="MODEL", help=f"A built-in name, a directory, a .gguf file or a hub name. {_BUILT_IN}"),
+]
+ModelOrConfig = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="MODEL",
+        help="A built-in name (smollm2-135m, minimax-m3), a directory, a config.json, a .gguf file or a hub name. "
+        + _BUILT_IN,
+    ),
+]
+Debug = Annotated[bool, _flag("--debug", "Show tracebacks and logs.", callback=_set_debug, is_eager=True)]
+AsJson = Annotated[bool, _flag("--json", "Print one JSON object.")]
+Quiet = Annotated[bool, _flag("--quiet -q", "No progress bars and no figures on standard error.")]
+
+# The KV pool
+_STORAGE = "fp32, bf16, fp16, fp8_e4m3 or fp8_e5m2."
+KVDtype = Annotated[str, _option("--kv-dtype --dtype", "DTYPE", f"Main K and V: {_STORAGE}")]
+IndexDtype = Annotated[
+    str | None, _option("--index-dtype", "DTYPE", "Index planes. Default: as K and V; bf16 where those are fp8.")
+]
+PageSize = Annotated[
+    int | None, _option("--page-size", "TOKENS", "Tokens a page; must divide the sparse block. Default: 32 at most.")
+]
+Memory = Annotated[str | None, _option("--memory", "SIZE", "Memory for the usable pages, written 8GiB or 500MB.")]
+TensorRanks = Annotated[int, _option("--tp-size", "N", "Ranks that share the KV heads.", min=1)]
+Stages = Annotated[int, _option("--pp-size", "N", "Pipeline stages.", min=1)]
+Stage = Annotated[int, _option("--pp-rank", "I", "The pipeline stage to plan for, from 0.")]
+
+# The prompt and the sampling
+Prompt = Annotated[str | None, _option("--prompt -p", "TEXT", "The prompt.")]
+PromptFile = Annotated[str | None, _option("--file -f", "PATH", "Read it from a UTF-8 file; - is standard input.")]
+System = Annotated[str | None, _option("--system", "TEXT", "System message, for the chat template.")]
+Raw = Annotated[bool, _flag("--raw", "Continue the prompt as it is, without the chat template.")]
+MaxTokens = Annotated[int, _option("--max-tokens -n", "N", "Tokens to generate at most.")]
+Temperature = Annotated[float, _option("--temperature -t", "T", "0 is greedy.")]
+TopP = Annotated[
+    float | None, _option("--top-p", "P", "Keep the most probable tokens that together reach P. Default: the model's.")
+]
+TopK = Annotated[int | None, _option("--top-k", "K", "Keep the K most probable tokens. Default: the model's.")]
+MinP = Annotated[
+    float | None, _option("--min-p", "P", "Drop tokens less probable than P times the best. Default: the model's.")
+]
+Seed = Annotated[int | None, _option("--seed", "N", "Same seed, same text.")]
+Stop = Annotated[list[str] | None, _option("--stop", "TEXT", "End before this text; may be given several times.")]
+Logprobs = Annotated[
+    int | None,
+    _option("--logprobs", "N", "With --json: log-probabilities, and those of the N best tokens."),
+]
+
+# The engine
+WeightDtype = Annotated[str, _option("--dtype", "DTYPE", "Weights: auto, fp32 or bf16.")]
+EngineKVDtype = Annotated[str, _option("--kv-dtype", "DTYPE", f"K and V: auto (as the weights), {_STORAGE}")]
+KVBudget = Annotated[
+    str | None,
+    _option("--kv-budget", "SIZE", "Memory for the KV pool, written 8GiB. Default: half of what is free, at most "
+            "what four full contexts take."),
+]  # fmt: skip
+MaxBatchTokens = Annotated[int, _option("--max-batch-tokens", "N", "Tokens computed in one step at most.")]
+Threads = Annotated[int | None, _option("--threads", "N", "CPU threads. Default: as many as torch takes.")]

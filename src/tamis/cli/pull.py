@@ -1,0 +1,16 @@
+"""`tamis pull`: fetch a model ahead of time."""
+
+from tamis.cli.options import AsJson, Debug, Model, Quiet
+
+
+def pull(model: Model = None, as_json: AsJson = False, quiet: Quiet = False, _debug: Debug = False) -> None:
+    """Fetch a model, verify it, and print where it lies."""
+    from tamis.cli.output import print_json
+    from tamis.cli.progress import make_progress
+    from tamis.models import pull as fetch
+
+    path = fetch(model, make_progress(quiet=quiet))
+    if as_json:
+        print_json({"model": model or "smollm2-135m", "path": str(path)})
+    else:
+        print(path)

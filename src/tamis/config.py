@@ -1,0 +1,242 @@
+"""What a model and an engine are: frozen dataclasses, resolved once and never changed."""
+
+import enum
+from dataclasses import dataclass
+
+import torch
+
+from tamis.errors import ConfigError, PageSizeError
+
+
+class LayerKind(enum.Enum):
+    """What a layer keeps in the KV pool beside its main K and V."""
+
+    DENSE = "dense"
+    """Nothing: full attention."""
+    SPARSE_K = "sparse_k"
+    """An index key."""
+    SPARSE_KV = "sparse_kv"
+    """An index key and an index value."""
+
+
+@dataclass(frozen=True)
+class ParallelContext:
+    """This process's place in a distributed run; every size is 1 today."""
+
+    tp_rank: int = 0
+    tp_size: int = 1
+    pp_rank: int = 0
+    pp_size: int = 1
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Rotary position embedding, half-split pairing (FACTS section 3)."""
+
+    theta: float
+    """Base of the frequencies."""
+    rotary_dim: int
+    """The first `rotary_dim` channels of a head rotate; the rest pass through."""
+    scaling: str = "default"
+    """"default", "linear", "llama3" or "yarn"."""
+    factor: float = 1.0
+    """How far the context was extended."""
+    original_context: int = 0
+    """llama3, yarn: context length before the extension."""
+    low_freq_factor: float = 1.0
+    """llama3: wavelengths above original_context / this are scaled by `factor`."""
+    high_freq_factor: float = 4.0
+    """llama3: wavelengths below original_context / this stay as they are."""
+    beta_fast: float = 32.0
+    """yarn: rotations over the original context above which a frequency stays as it is."""
+    beta_slow: float = 1.0
+    """yarn: rotations over the original context below which a frequency is divided by `factor`."""
+    truncate: bool = True
+    """yarn: round the two correction dimensions outwards to whole ones."""
+    attention_factor: float = 1.0
+    """yarn: cos and sin are multiplied by this."""
+    frequency_factors: tuple[float, ...] | None = None
+    """[rotary_dim / 2]: each frequency is divided by its factor (GGUF's precomputed llama3 scaling)."""
+
+
+@dataclass(frozen=True)
+class SparseAttentionConfig:
+    """The index branch of sparse layers and how it selects blocks (FACTS section 1)."""
+
+    index_heads: int
+    index_head_dim: int
+    block_size: int
+    """Tokens a block, anchored at position 0 of the sequence."""
+    topk: int
+    """Blocks a query attends to, forced blocks included."""
+    init_blocks: int = 0
+    """The first blocks of a sequence, always selected."""
+    local_blocks: int = 1
+    """The last blocks up to the query's own, always selected."""
+    score_type: str = "max"
+    """How token scores of a block become one: "max" or "lse" (log-sum-exp)."""
+
+    def __post_init__(self) -> None:
+        for name in ("index_heads", "index_head_dim", "block_size", "topk"):
+            value = getattr(self, name)
+            if value < 1:
+                raise ConfigError(f"sparse attention: {name}={value} must be at least 1")
+        for name in ("init_blocks", "local_blocks"):
+            value = getattr(self, name)
+            if value < 0:
+                raise ConfigError(f"sparse attention: {name}={value} must not be negative")
+        if self.init_blocks + self.local_blocks > self.topk:
+            raise ConfigError(
+                f"sparse attention: topk={self.topk} is less than init_blocks={self.init_blocks} "
+                f"+ local_blocks={self.local_blocks}, which are always selected"
+            )
+        if self.score_type not in ("max", "lse"):
+            raise ConfigError(f"sparse attention: score_type={self.score_type!r} is not 'max' or 'lse'")
+
+    def check_page_size(self, page_size: int) -> None:
+        """Raise PageSizeError unless `page_size` divides the block size."""
+        if page_size < 1 or self.block_size % page_size:
+            raise PageSizeError(f"page_size={page_size} does not divide the sparse block_size={self.block_size}")
+
+
+@dataclass(frozen=True)
+class MoEConfig:
+    """Mixture-of-experts MLPs: sigmoid router with a selection bias, one shared expert (FACTS section 3)."""
+
+    layers: tuple[bool, ...]
+    """By layer id: True where the MLP is a mixture of experts."""
+    num_experts: int
+    experts_per_token: int
+    intermediate_size: int
+    """Of one routed expert."""
+    shared_intermediate_size: int
+    """Of the shared expert; 0: none."""
+    routed_scaling_factor: float = 1.0
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A language model as tamis runs it, read from config.json or GGUF metadata."""
+
+    family: str
+    """"minimax_m3" or "llama": which module builds it."""
+    model_type: str
+    """As the checkpoint spells it: "minimax_m3_vl_text", "llama", "mistral", "qwen2", "qwen3"..."""
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    """Of dense MLPs."""
+    context_length: int
+    norm_eps: float
+    rope: RopeConfig
+    layer_kinds: tuple[LayerKind, ...]
+    sparse: SparseAttentionConfig | None = None
+    """None where every layer is dense."""
+    moe: MoEConfig | None = None
+    qk_norm: bool = False
+    """RMSNorm over each query and key head before RoPE."""
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    activation: str = "silu"
+    """"silu": silu(gate) * up. "swiglu_oai": clamped, (up + 1) * gate * sigmoid(alpha * gate)."""
+    swiglu_alpha: float = 1.702
+    swiglu_limit: float = 7.0
+    unit_offset_norm: bool = False
+    """The checkpoint stores RMSNorm weights w of x * (1 + w) (Gemma); the loader adds the 1."""
+    tie_embeddings: bool = False
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    dtype: torch.dtype | None = None
+    """What the checkpoint says it is stored in; None: not said."""
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "hidden_size", "num_layers", "q_heads", "kv_heads", "head_dim",
+                     "intermediate_size", "context_length"):  # fmt: skip
+            value = getattr(self, name)
+            if value < 1:
+                raise ConfigError(f"model config: {name}={value} must be at least 1")
+        if self.q_heads % self.kv_heads:
+            raise ConfigError(f"model config: q_heads={self.q_heads} is not a multiple of kv_heads={self.kv_heads}")
+        if len(self.layer_kinds) != self.num_layers:
+            raise ConfigError(
+                f"model config: the list of layer kinds has {len(self.layer_kinds)} entries "
+                f"for {self.num_layers} layers"
+            )
+        if self.moe is not None and len(self.moe.layers) != self.num_layers:
+            raise ConfigError(
+                f"model config: the list of MoE layers has {len(self.moe.layers)} entries for {self.num_layers} layers"
+            )
+        if self.rope.rotary_dim > self.head_dim or self.rope.rotary_dim % 2:
+            raise ConfigError(
+                f"model config: rotary_dim={self.rope.rotary_dim} must be even and at most head_dim={self.head_dim}"
+            )
+        if any(kind is not LayerKind.DENSE for kind in self.layer_kinds):
+            self._check_sparse()
+
+    def _check_sparse(self) -> None:
+        if self.sparse is None:
+            raise ConfigError("model config: there are sparse layers but no sparse attention settings")
+        if self.sparse.index_heads % self.kv_heads:
+            raise ConfigError(
+                f"model config: index_heads={self.sparse.index_heads} is not a multiple of kv_heads={self.kv_heads}"
+            )
+        if self.sparse.index_head_dim < self.rope.rotary_dim:
+            raise ConfigError(
+                f"model config: index_head_dim={self.sparse.index_head_dim} is less than "
+                f"rotary_dim={self.rope.rotary_dim}, which index heads share with the main heads"
+            )
+
+
+@dataclass(frozen=True)
+class GenerationDefaults:
+    """Sampling defaults of a checkpoint (`generation_config.json`); None where it says nothing."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """How an engine runs a model. `dtype`, `kv_dtype`, `page_size` and `kv_budget` may be left to be resolved."""
+
+    dtype: str = "auto"
+    """Weights and activations: "fp32", "bf16", or "auto"."""
+    kv_dtype: str = "auto"
+    """Main K and V: "fp32", "bf16", "fp16", "fp8_e4m3", "fp8_e5m2", or "auto" (as the weights)."""
+    page_size: int | None = None
+    """Tokens a page; None: gcd(32, block_size), 32 for a dense model."""
+    kv_budget: int | None = None
+    """Bytes for usable pages of the pool; None: a share of the memory that is free."""
+    max_batch_tokens: int = 512
+    """Tokens one step computes at most."""
+    max_num_seqs: int = 64
+    """Sequences that run at once at most."""
+    device: str = "auto"
+
+    def __post_init__(self) -> None:
+        if self.dtype not in ("auto", "fp32", "bf16"):
+            raise ConfigError(f"dtype={self.dtype!r} is not one of auto, fp32, bf16")
+        if self.kv_dtype != "auto" and self.kv_dtype not in KV_DTYPES:
+            raise ConfigError(f"kv_dtype={self.kv_dtype!r} is not one of auto, {', '.join(KV_DTYPES)}")
+        for name in ("page_size", "kv_budget", "max_batch_tokens", "max_num_seqs"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise ConfigError(f"{name}={value!r} must be a whole number of at least 1")
+
+
+KV_DTYPES: dict[str, torch.dtype] = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp8_e4m3": torch.float8_e4m3fn,
+    "fp8_e5m2": torch.float8_e5m2,
+}
+"""Storage types of the KV pool, by the name users write."""

@@ -1,0 +1,59 @@
+"""From a model on disk to an engine that runs it."""
+
+import logging
+from collections.abc import Sequence
+
+from tamis.config import KV_DTYPES, EngineConfig
+from tamis.engine.engine import Engine
+from tamis.engine.memory import build_pool, resolve
+from tamis.engine.runner import Runner
+from tamis.engine.tokenizer import Tokenizer
+from tamis.kernels import choose_ops
+from tamis.models import ModelSource, load_config
+from tamis.models.gguf_file import GGUFFile
+from tamis.models.loader import load_model
+from tamis.progress import Progress
+
+logger = logging.getLogger(__name__)
+
+
+def build_engine(
+    source: ModelSource, settings: EngineConfig, end_ids: Sequence[int], progress: Progress | None = None
+) -> Engine:
+    """Load `source` and size a pool for it; replies end at `end_ids`.
+
+    Raises ConfigError for settings that do not suit the model, WeightError for weights that do not, TokenizerError for
+    a tokenizer that cannot be read.
+    """
+    config = load_config(source)
+    settings = resolve(settings, config)
+    tokenizer = load_tokenizer(source)
+    model = load_model(source, config, dtype=KV_DTYPES[settings.dtype], progress=progress)
+    pool = build_pool(settings, config)
+    ops, reason = choose_ops(settings.device)
+    logger.info("%s in %s with %s kernels: %s", source.name, settings.dtype, ops.name, reason)
+    return Engine(
+        Runner(model, pool, ops, settings.device),
+        max_batch_tokens=settings.max_batch_tokens,
+        max_num_seqs=settings.max_num_seqs,
+        tokenizer=tokenizer,
+        end_ids=end_ids,
+    )
+
+
+def load_tokenizer(source: ModelSource) -> Tokenizer | None:
+    """The tokenizer that comes with a model; None where none does, so that it runs on token ids.
+
+    Raises TokenizerError for one that is there but cannot be used.
+    """
+    if _has_tokenizer(source):
+        return Tokenizer.from_source(source)
+    logger.warning("%s has no tokenizer: prompts must be token ids, replies have no text", source.path)
+    return None
+
+
+def _has_tokenizer(source: ModelSource) -> bool:
+    if source.kind == "directory":
+        return (source.path / "tokenizer.json").is_file()
+    with GGUFFile(source.path) as file:
+        return file.find("tokenizer.ggml.model", str) not in (None, "none", "no_vocab")

@@ -1,0 +1,158 @@
+"""Chat messages to prompt text, through the model's own Jinja template.
+
+Templates come with models and are not trusted: they run in Jinja's immutable sandbox. What they may use beyond Jinja
+is what model authors rely on: raise_exception, strftime_now, tojson without HTML escapes, loop controls, the
+`{% generation %}` tag (which only marks text for training), and the model's special tokens by name (bos_token, ...).
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from tamis.errors import RequestError, TokenizerError
+
+
+class ChatTemplates:
+    """The chat templates of one model, by name; "default" is the one used unless tools are given to a model that has a
+    "tool_use" one.
+
+    `special_tokens` are the texts of the model's special tokens under their names in templates, `origin` names the
+    model in messages, `now` is the clock of strftime_now. A template is compiled when it is first used, so that a
+    broken one only matters to chats.
+    """
+
+    def __init__(
+        self,
+        templates: Mapping[str, str],
+        *,
+        special_tokens: Mapping[str, str],
+        origin: str,
+        now: Callable[[], datetime] = datetime.now,
+    ) -> None:
+        self.templates = dict(templates)
+        self.special_tokens = dict(special_tokens)
+        self.origin = origin
+        self._environment = _environment(now)
+        self._compiled: dict[str, jinja2.Template] = {}
+
+    def render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **extra: Any) -> str:
+        """The prompt text of `messages`, a list of {"role": ..., "content": ...}.
+
+        Content is text, or a list of text parts ({"type": "text", "text": ...}), which are joined by line ends. It may
+        be absent only beside tool_calls. `extra` (tools, enable_thinking, ...) is handed to the template. Raises
+        RequestError where the messages are not of that form or the template refuses them, TokenizerError where there is
+        no template or it fails.
+        """
+        plain = check_messages(messages)
+        template = self._template("tool_use" if extra.get("tools") and "tool_use" in self.templates else "default")
+        values = {**self.special_tokens, **extra, "messages": plain, "add_generation_prompt": add_generation_prompt}
+        try:
+            return template.render(values)
+        except _RefusedError as error:
+            raise RequestError(f"the chat template refuses these messages: {_line(error)}") from None
+        except Exception as error:
+            # Anything can go wrong in a template: undefined names, None + str, forbidden attributes.
+            raise TokenizerError(f"{self.origin}: the chat template failed: {_line(error)}") from error
+
+    def _template(self, name: str) -> jinja2.Template:
+        if name not in self._compiled:
+            if name not in self.templates:
+                others = f" called {name!r} (only {', '.join(sorted(self.templates))})" if self.templates else ""
+                raise TokenizerError(f"{self.origin}: the model has no chat template{others}")
+            try:
+                self._compiled[name] = self._environment.from_string(self.templates[name])
+            except jinja2.TemplateSyntaxError as error:
+                message = f"the chat template is malformed at line {error.lineno}: {_line(error)}"
+                raise TokenizerError(f"{self.origin}: {message}") from error
+        return self._compiled[name]
+
+
+def check_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The messages as plain dicts with text contents, keys whose value is None left out.
+
+    Raises RequestError naming the message and what is wrong with it.
+    """
+    if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence):
+        raise RequestError(f"messages must be a list of {{role, content}}, not {type(messages).__name__}")
+    if not messages:
+        raise RequestError("messages is empty")
+    return [_plain_message(message, f"messages[{place}]") for place, message in enumerate(messages)]
+
+
+def _plain_message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
+    if not isinstance(message, Mapping):
+        raise RequestError(f"{where} must be a {{role, content}}, not {type(message).__name__}")
+    plain = {key: value for key, value in message.items() if value is not None}
+    if not isinstance(plain.get("role"), str):
+        raise RequestError(f"{where} has no role" if "role" not in plain else f"{where}: its role is not text")
+    if "content" in plain:
+        plain["content"] = _text(plain["content"], where)
+    elif not plain.get("tool_calls"):
+        raise RequestError(f"{where} has no content")
+    return plain
+
+
+def _text(content: Any, where: str) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, Sequence) or isinstance(content, bytes):
+        raise RequestError(f"{where}: its content must be text, not {type(content).__name__}")
+    parts = []
+    for place, part in enumerate(content):
+        if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+            raise RequestError(f"{where}: its content[{place}] is {kind!r}, and only text parts are supported")
+        parts.append(part["text"])
+    return "\n".join(parts)
+
+
+class _RefusedError(jinja2.TemplateError):
+    """A template called raise_exception."""
+
+
+class _GenerationTag(Extension):
+    """`{% generation %}...{% endgeneration %}`: the body, in a scope of its own."""
+
+    tags = {"generation"}  # noqa: RUF012  (Jinja's own declaration)
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body, lineno=line)
+
+
+def _environment(now: Callable[[], datetime]) -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, "jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _refuse
+    environment.globals["strftime_now"] = lambda form: now().strftime(form)
+    return environment
+
+
+def _refuse(message: str) -> None:
+    raise _RefusedError(message)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # Jinja's own filter escapes <, >, & and ' for HTML, which models have never seen.
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _line(error: Exception) -> str:
+    """What `error` says, on one line."""
+    return " ".join(str(error).split()) or type(error).__name__

@@ -1,0 +1,53 @@
+"""Models: finding and reading them (config, weights), and running them over the sparse KV pool."""
+
+from typing import TYPE_CHECKING
+
+from tamis.config import GenerationDefaults, ModelConfig
+from tamis.models.hub import ModelSource, cache_dir, pull, resolve
+
+if TYPE_CHECKING:
+    from tamis.models.checkpoint import Checkpoint
+
+__all__ = [
+    "ModelSource",
+    "cache_dir",
+    "load_config",
+    "load_generation_defaults",
+    "open_checkpoint",
+    "pull",
+    "resolve",
+]
+
+
+def load_config(source: ModelSource) -> ModelConfig:
+    """The model that `source` describes.
+
+    Raises ConfigError (or one of its kinds) for what tamis cannot run, CorruptFileError for a broken GGUF.
+    """
+    if source.kind == "gguf":
+        from tamis.models.gguf_config import read_gguf_config
+        from tamis.models.gguf_file import GGUFFile
+
+        with GGUFFile(source.path) as file:
+            return read_gguf_config(file)
+    from tamis.models.hf_config import read_hf_config
+
+    return read_hf_config(source.path / "config.json" if source.kind == "directory" else source.path)
+
+
+def load_generation_defaults(source: ModelSource) -> tuple[GenerationDefaults, tuple[int, ...]]:
+    """Sampling defaults and end ids: of generation_config.json where there is one, else the end ids of the config."""
+    from tamis.models.hf_config import read_generation_config
+
+    if source.kind == "gguf":
+        return GenerationDefaults(), load_config(source).eos_token_ids
+    directory = source.path if source.kind == "directory" else source.path.parent
+    defaults, end_ids = read_generation_config(directory)
+    return defaults, end_ids or load_config(source).eos_token_ids
+
+
+def open_checkpoint(source: ModelSource) -> "Checkpoint":
+    """The weights of `source`, mapped; raises WeightError (or one of its kinds) where they cannot be read."""
+    from tamis.models.checkpoint import open_checkpoint
+
+    return open_checkpoint(source)

@@ -1,0 +1,201 @@
+"""The nouns of a run: what is asked for, what comes back. Plain data, no behaviour beyond checking itself."""
+
+import enum
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from tamis.errors import SamplingError
+
+MAX_LOGPROBS = 100
+"""Most alternatives a token that `logprobs` and `prompt_logprobs` may ask for."""
+
+
+class FinishReason(enum.StrEnum):
+    """Why a completion ended."""
+
+    STOP = "stop"
+    """An end id, a stop token id or a stop string."""
+    LENGTH = "length"
+    """max_tokens or the model's context was reached."""
+    ABORT = "abort"
+    """The caller cancelled it."""
+    ERROR = "error"
+    """A step failed."""
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How to sample one request (vLLM's names). Raises SamplingError naming the field and its value."""
+
+    n: int = 1
+    """Completions of the same prompt."""
+    temperature: float = 1.0
+    """0: greedy."""
+    top_p: float = 1.0
+    """Keep the smallest set of tokens whose probability reaches this; 1: all."""
+    top_k: int = 0
+    """Keep this many most probable tokens; 0 or -1: all."""
+    min_p: float = 0.0
+    """Drop tokens less probable than this share of the most probable one."""
+    max_tokens: int | None = 256
+    """Tokens to generate at most; None: as many as the context and the KV pool have room for."""
+    stop: tuple[str, ...] | list[str] | str = ()
+    """Strings that end the text; they are not part of it."""
+    stop_token_ids: tuple[int, ...] | list[int] = ()
+    """Token ids that end the text, beside the model's own end ids; they are not part of it."""
+    seed: int | None = None
+    """Same seed, same prompt, same parameters: same tokens, whatever else runs."""
+    logprobs: int | None = None
+    """Alternatives to report with each generated token; 0: the token's own log-probability only."""
+    prompt_logprobs: int | None = None
+    """The same for each prompt token but the first."""
+    ignore_eos: bool = False
+    """The model's end ids do not end the text."""
+    presence_penalty: float = 0.0
+    """Subtracted once from the logit of each token generated so far."""
+    frequency_penalty: float = 0.0
+    """Subtracted from a token's logit for each time it was generated."""
+    repetition_penalty: float = 1.0
+    """Logits of tokens in prompt or output are divided by this where positive, multiplied where negative."""
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    """Added to the logits of these token ids."""
+    response_format: Mapping[str, Any] | None = None
+    """Structured output; refused until a grammar backend exists."""
+
+    def __post_init__(self) -> None:
+        for name, low, high in (("n", 1, 128), ("top_k", -1, None), ("logprobs", 0, MAX_LOGPROBS),
+                                ("prompt_logprobs", 0, MAX_LOGPROBS), ("max_tokens", 1, None),
+                                ("seed", -(2**63), 2**63 - 1)):  # fmt: skip
+            self._check_int(name, low, high)
+        for name, low_f, high_f in (("temperature", 0.0, math.inf), ("top_p", 0.0, 1.0), ("min_p", 0.0, 1.0),
+                                    ("presence_penalty", -2.0, 2.0), ("frequency_penalty", -2.0, 2.0),
+                                    ("repetition_penalty", 0.0, math.inf)):  # fmt: skip
+            self._check_float(name, low_f, high_f)
+        if self.top_p == 0:
+            raise SamplingError("top_p=0 must be above 0")
+        if self.repetition_penalty == 0:
+            raise SamplingError("repetition_penalty=0 must be above 0")
+        if not isinstance(self.ignore_eos, bool):
+            raise SamplingError(f"ignore_eos={self.ignore_eos!r} must be true or false")
+        self._check_collections()
+
+    def _check_int(self, name: str, low: int, high: int | None) -> None:
+        value = getattr(self, name)
+        optional = name in ("logprobs", "prompt_logprobs", "max_tokens", "seed")
+        if value is None and optional:
+            return
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise SamplingError(f"{name}={value!r} must be a whole number")
+        if value < low or (high is not None and value > high):
+            bounds = f"between {low} and {high}" if high is not None else f"at least {low}"
+            raise SamplingError(f"{name}={value} must be {bounds}")
+
+    def _check_float(self, name: str, low: float, high: float) -> None:
+        value = getattr(self, name)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise SamplingError(f"{name}={value!r} must be a finite number")
+        if not low <= value <= high:
+            bounds = f"between {low:g} and {high:g}" if high != math.inf else f"at least {low:g}"
+            raise SamplingError(f"{name}={value} must be {bounds}")
+
+    def _check_collections(self) -> None:
+        if not isinstance(self.stop, str) and not all(isinstance(s, str) for s in self.stop):
+            raise SamplingError(f"stop={self.stop!r} must be a string or a list of strings")
+        if any(not s for s in self.stop_strings):
+            raise SamplingError("stop holds an empty string")
+        for token in self.stop_token_ids:
+            if isinstance(token, bool) or not isinstance(token, int):
+                raise SamplingError(f"stop_token_ids holds {token!r}, which is not a token id")
+        for token, bias in self.logit_bias.items():
+            if isinstance(token, bool) or not isinstance(token, int):
+                raise SamplingError(f"logit_bias has the key {token!r}, which is not a token id")
+            if isinstance(bias, bool) or not isinstance(bias, int | float) or math.isnan(bias):
+                raise SamplingError(f"logit_bias of token {token} is {bias!r}, which is not a number")
+        if self.response_format is not None:
+            raise SamplingError(f"response_format={self.response_format!r} is not supported yet")
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """`stop` as a tuple."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the most probable token is always taken."""
+        return self.temperature == 0
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked of an engine."""
+
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    continues: bool = False
+    """The reply carries the prompt's text on: a SentencePiece model's space before its first word is kept."""
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Token counts of one completion."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int = 0
+    """Prompt tokens whose K and V were found in a cache."""
+
+    @property
+    def total_tokens(self) -> int:
+        """Prompt and completion together."""
+        return self.prompt_tokens + self.completion_tokens
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """Log-probabilities at one position, from the model's own distribution (before bias, penalties, temperature)."""
+
+    logprob: float
+    """Of the token that stands here."""
+    top: dict[int, float]
+    """Of the most probable tokens, by token id, most probable first; the token itself always included."""
+
+
+@dataclass(frozen=True)
+class TokenEvent:
+    """One step of a stream. Texts of all events of a completion, joined, are its text."""
+
+    index: int
+    """Which of the request's `n` completions."""
+    token_id: int | None
+    """None in an event that only ends the stream or flushes held-back text."""
+    text: str
+    """New text; may be empty while a character or a possible stop string is incomplete."""
+    logprobs: TokenLogprobs | None = None
+    finish_reason: FinishReason | None = None
+    """Set in exactly one event, the last."""
+    usage: Usage | None = None
+    """Set in the last event."""
+
+
+@dataclass(frozen=True)
+class Completion:
+    """The result of one request and one of its `n` samples."""
+
+    index: int
+    prompt_token_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    """Generated ids, an end id or stop token included."""
+    text: str
+    """Without end ids and stop strings."""
+    finish_reason: FinishReason
+    usage: Usage
+    logprobs: tuple[float, ...] | None = None
+    """A float a generated token, when asked."""
+    top_logprobs: tuple[dict[int, float], ...] | None = None
+    """A dict a generated token, when `logprobs` asks for one or more."""
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    """One a prompt token, None for the first, when asked."""
+    stop_reason: int | str | None = None
+    """The stop token id or stop string that ended the text, if one did."""

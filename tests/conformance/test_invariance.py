@@ -1,0 +1,78 @@
+"""fp32 invariance: page size, chunk size and the other rows of a batch change nothing (DESIGN section 7).
+
+A teacher-forced run looks at every context length, so every residue of the block size is swept.
+"""
+
+import pytest
+import torch
+from torch import Tensor
+
+from support import spellings, tiny
+from support.running import PoolRun, chunked_logits, greedy, random_ids
+from tamis.models import load_config
+from tamis.models.decoder import CausalLM
+from tamis.models.hub import ModelSource
+from tamis.models.loader import load_model
+
+BLOCK = 128
+LENGTH = 3 * BLOCK + 5
+
+
+@pytest.fixture(scope="module", params=["dense", "K-only", "K+V"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> CausalLM:
+    path = tmp_path_factory.mktemp("model")
+    if request.param == "dense":
+        tiny.save(tiny.build(tiny.llama_config("llama", num_hidden_layers=2), seed=1), path)
+    else:
+        oracle = tiny.build(tiny.m3_config(2, topk=2, block=BLOCK), seed=2)
+        index_value = [1] if request.param == "K+V" else []
+        spellings.add_index_value(oracle, index_value)
+        spellings.write_released(oracle, path, index_value=index_value)
+    source = ModelSource(path.name, path, "gguf" if path.is_file() else "directory")
+    return load_model(source, load_config(source), dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def ids(model: CausalLM) -> list[int]:
+    return random_ids(LENGTH, model.config, 3)
+
+
+@pytest.fixture(scope="module")
+def wanted(model: CausalLM, ids: list[int]) -> Tensor:
+    return chunked_logits(model, ids, [LENGTH], page_size=BLOCK)
+
+
+def same(got: Tensor, wanted: Tensor) -> None:
+    assert torch.equal(got.argmax(-1), wanted.argmax(-1))
+    torch.testing.assert_close(got, wanted, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("page_size", [1, 2, 4, 16, 32, 64, 128])
+def test_page_size(model: CausalLM, ids: list[int], wanted: Tensor, page_size: int) -> None:
+    same(chunked_logits(model, ids, [LENGTH - 200, 150, 50], page_size), wanted)
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 64, 512])
+def test_chunk_size(model: CausalLM, ids: list[int], wanted: Tensor, chunk: int) -> None:
+    chunks = [min(chunk, LENGTH - at) for at in range(0, LENGTH, chunk)]
+    same(chunked_logits(model, ids, chunks, page_size=16), wanted)
+
+
+def test_other_rows(model: CausalLM, ids: list[int], wanted: Tensor) -> None:
+    """Rows of other lengths, an idle one among them, join and leave; the row looked at does not notice."""
+    run = PoolRun(model, 16, LENGTH, rows=4)
+    others = [random_ids(LENGTH, model.config, seed) for seed in (4, 5)]
+    got, at = [], 0
+    for step, chunk in enumerate([5, 60, 1, 1, 1, 120, 1, LENGTH - 189]):
+        noise = others[0][: 30 if step % 2 else 0], others[1][: 1 if step > 2 else 50]
+        rows = run.feed([noise[0], ids[at : at + chunk], [], noise[1]])
+        got.append(rows[1])
+        at += chunk
+    same(torch.cat(got), wanted)
+
+
+def test_greedy_tokens_do_not_depend_on_page_or_chunk(model: CausalLM, ids: list[int]) -> None:
+    prompt = ids[: 2 * BLOCK + 3]
+    wanted = greedy(model, prompt, 40, page_size=128)
+    for page_size, chunk in ((1, 512), (4, 7), (32, 64), (64, 1)):
+        assert greedy(model, prompt, 40, page_size, chunk) == wanted

@@ -1,0 +1,20 @@
+"""Settings of the whole suite."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tamis.models.hub import cache_dir
+
+# Tests run in several processes; a pool of threads in each would make them wait for each other.
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def builtin_gguf() -> Path:
+    """The GGUF file of the built-in model, which `make test` fetches before the tests run."""
+    path = cache_dir() / "models" / "SmolLM2-135M-Instruct.Q4_1.gguf"
+    if not path.is_file():
+        pytest.fail(f"{path} is missing: run `tamis pull` first")
+    return path

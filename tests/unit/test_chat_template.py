@@ -1,0 +1,147 @@
+from datetime import datetime
+from typing import Any
+
+import pytest
+
+from tamis.engine.chat_template import ChatTemplates
+from tamis.errors import RequestError, TokenizerError
+
+USER = [{"role": "user", "content": "Hi"}]
+CHAT = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "<b>A & B's</b>"},
+    {"role": "assistant", "content": "Yes."},
+    {"role": "user", "content": "Why?"},
+]
+
+
+def render(template: str, messages: Any = USER, **extra: Any) -> str:
+    templates = ChatTemplates(
+        {"default": template},
+        special_tokens={"bos_token": "<s>"},
+        origin="toy",
+        now=lambda: datetime(2026, 3, 4),
+    )
+    return templates.render(messages, **extra)
+
+
+CHATML = """
+{%- for message in messages %}
+    <|im_start|>{{ message.role }}
+{{ message['content'] }}<|im_end|>
+{% endfor %}
+{% if add_generation_prompt %}
+<|im_start|>assistant
+{% endif %}
+"""
+
+
+def test_block_tags_leave_no_space_of_their_own() -> None:
+    expected = "    <|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    assert render(CHATML) == expected
+    assert render(CHATML, add_generation_prompt=False) == expected.removesuffix("<|im_start|>assistant\n")
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        ("{{ bos_token }}{{ eos_token }}x", "<s>x"),
+        ("{{ messages | tojson }}", '[{"role": "user", "content": "<é & \'>"}]'),
+        ("{{ messages[0] | tojson(indent=1) }}", '{\n "role": "user",\n "content": "<é & \'>"\n}'),
+        ("{{ {'b': 1, 'a': 2} | tojson(sort_keys=True, separators=(',', ':')) }}", '{"a":2,"b":1}'),
+        ("{{ {'b': 'é'} | tojson(ensure_ascii=True) }}", '{"b": "\\u00e9"}'),
+        ("{{ strftime_now('%d %b %Y') }}", "04 Mar 2026"),
+        ("{% for i in range(9) %}{% if i == 2 %}{% continue %}{% endif %}{% if i == 4 %}{% break %}{% endif %}"
+         "{{ i }}{% endfor %}", "013"),
+        ("a{% generation %}{% set x = 1 %}b{% endgeneration %}c{{ x }}", "abc"),
+        ("{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}", "1"),
+        ("{{ mode }}", "deep"),
+        ("{{ tools is defined and tools is not none }}", "False"),
+    ],
+)  # fmt: skip
+def test_templates_have_what_model_authors_rely_on(template: str, expected: str) -> None:
+    assert render(template, [{"role": "user", "content": "<é & '>"}], mode="deep") == expected
+
+
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        ("Hi", "messages must be a list of {role, content}, not str"),
+        ({"role": "user"}, "messages must be a list of {role, content}, not dict"),
+        (None, "messages must be a list of {role, content}, not NoneType"),
+        ([], "messages is empty"),
+        (["Hi"], "messages[0] must be a {role, content}, not str"),
+        ([*USER, {"content": "x"}], "messages[1] has no role"),
+        ([{"role": 3, "content": "x"}], "messages[0]: its role is not text"),
+        ([{"role": "user"}], "messages[0] has no content"),
+        ([{"role": "assistant", "content": None}], "messages[0] has no content"),
+        ([{"role": "user", "content": 5}], "messages[0]: its content must be text, not int"),
+        (
+            [{"role": "user", "content": [{"type": "image_url"}]}],
+            "messages[0]: its content[0] is 'image_url', and only text parts are supported",
+        ),
+        (
+            [{"role": "user", "content": ["x"]}],
+            "messages[0]: its content[0] is 'str', and only text parts are supported",
+        ),
+    ],
+)
+def test_messages_of_another_form_are_refused(messages: Any, message: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        render(CHATML, messages)
+    assert str(caught.value) == message
+
+
+def test_text_parts_are_joined_and_tool_calls_may_stand_alone() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert render("{{ messages[0].content }}", [{"role": "user", "content": parts}]) == "a\nb"
+    call = [{"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]}]
+    template = "{{ messages[0].tool_calls[0].function.name }}{{ 'content' in messages[0] }}"
+    assert render(template, call) == "fFalse"
+
+
+def test_the_callers_messages_are_left_as_they_were() -> None:
+    messages: list[dict[str, Any]] = [{"role": "user", "content": [{"type": "text", "text": "a"}], "name": None}]
+    render(CHATML, messages)
+    assert messages == [{"role": "user", "content": [{"type": "text", "text": "a"}], "name": None}]
+
+
+def test_a_template_may_refuse_messages() -> None:
+    template = "{% if messages[0].role != 'system' %}{{ raise_exception('System\nfirst!') }}{% endif %}"
+    with pytest.raises(RequestError, match=r"^the chat template refuses these messages: System first!$"):
+        render(template)
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{% for x in %}", r"^toy: the chat template is malformed at line 1: "),
+        ("a\n{% nonsense %}", r"^toy: the chat template is malformed at line 2: .*nonsense"),
+        ("{{ nothing.at.all }}", r"^toy: the chat template failed: 'nothing' is undefined$"),
+        ("{{ 1 / 0 }}", r"^toy: the chat template failed: division by zero$"),
+        ("{{ messages + none }}", r"^toy: the chat template failed: .*NoneType"),
+        ("{{ messages.append(1) }}", r"^toy: the chat template failed: .*append.* is unsafe"),
+        ("{{ ''.__class__.__mro__ }}", r"^toy: the chat template failed: .*__class__.* is unsafe"),
+        ("{{ raise_exception.__globals__.os }}", r"^toy: the chat template failed: .*__globals__.* is unsafe"),
+        ("{% for i in range(10 ** 9) %}{% endfor %}", r"^toy: the chat template failed: Range too big"),
+        ("{% include 'x' %}", r"^toy: the chat template failed: no loader"),
+    ],
+)
+def test_a_bad_template_is_one_clear_error(template: str, message: str) -> None:
+    with pytest.raises(TokenizerError, match=message) as caught:
+        render(template)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_model_without_a_template_says_so() -> None:
+    with pytest.raises(TokenizerError, match=r"^toy: the model has no chat template$"):
+        ChatTemplates({}, special_tokens={}, origin="toy").render(USER)
+    with pytest.raises(TokenizerError, match=r"^toy: the model has no chat template called 'default' \(only rag\)$"):
+        ChatTemplates({"rag": "x"}, special_tokens={}, origin="toy").render(USER)
+
+
+def test_a_broken_template_only_matters_to_chats_that_use_it() -> None:
+    templates = ChatTemplates({"default": "ok", "tool_use": "{% if %}"}, special_tokens={}, origin="toy")
+    assert templates.render(USER) == "ok"
+    with pytest.raises(TokenizerError, match="malformed at line 1"):
+        templates.render(USER, tools=[{}])

@@ -1,0 +1,135 @@
+import errno
+import io
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from support.cli import invoke
+from tamis.cli import describe, main
+from tamis.errors import ConfigError, DownloadError, ModelNotFoundError
+
+
+def failing(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
+    """Let `tamis pull` end with `error`."""
+
+    def pull(model: str | None = None, progress: object = None) -> Path:
+        raise error
+
+    monkeypatch.setattr("tamis.models.pull", pull)
+
+
+def test_version_and_help_do_not_load_torch() -> None:
+    script = (
+        "import sys; from tamis.cli import main; codes = [main(a.split()) for a in "
+        "('--version', '--help', 'generate --help', 'inspect --help', 'plan --help', 'pull --help', '')]; "
+        "heavy = {'torch', 'numpy', 'tamis.engine', 'tamis.models', 'tamis.kv'} & set(sys.modules); "
+        "sys.exit(f'{codes} {heavy}' if heavy or any(codes) else 0)"
+    )
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout.startswith("tamis 0.1.0\n")
+    assert all(command in result.stdout for command in ("generate", "inspect", "plan", "pull"))
+    assert "\x1b" not in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("error", "line", "code"),
+    [
+        (ConfigError("page_size=3 is odd"), "page_size=3 is odd", 2),
+        (DownloadError("first\n  second\r\n\tthird"), "first second third", 2),
+        (ModelNotFoundError("no model 'x'"), "no model 'x'", 2),
+        (FileNotFoundError(2, "No such file or directory", "a.txt"), "a.txt: No such file or directory", 2),
+        (OSError("disk on fire"), "disk on fire", 2),
+        (OSError(28, "No space left on device"), "[Errno 28] No space left on device", 2),
+        (MemoryError(), "not enough memory", 2),
+        (ZeroDivisionError("by 0"), "this is a bug in tamis: ZeroDivisionError: by 0 (--debug shows where)", 1),
+        (NotImplementedError(), "this is a bug in tamis: NotImplementedError (--debug shows where)", 1),
+    ],
+)
+def test_an_error_is_one_line_and_a_code(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, line: str, code: int
+) -> None:
+    assert describe(error) == (line, code)
+    failing(monkeypatch, error)
+    result = invoke("pull")
+    assert (result.code, result.out, result.err) == (code, "", f"error: {line}\n")
+
+
+@pytest.mark.parametrize("arguments", [("--debug", "pull"), ("pull", "--debug"), ("pull", "some-model", "--debug")])
+def test_debug_shows_the_traceback_wherever_it_stands(
+    monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...]
+) -> None:
+    failing(monkeypatch, ConfigError("broken"))
+    result = invoke(*arguments)
+    assert result.code == 2
+    assert "Traceback (most recent call last)" in result.err
+    assert result.err.endswith("error: broken\n")
+
+
+def test_ctrl_c_ends_without_a_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    failing(monkeypatch, KeyboardInterrupt())
+    result = invoke("pull")
+    assert (result.code, result.out, result.err) == (130, "", "interrupted\n")
+
+
+def test_a_reader_that_goes_away_is_not_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    failing(monkeypatch, BrokenPipeError(32, "Broken pipe"))
+    result = invoke("pull")
+    assert (result.code, result.out, result.err) == (141, "", "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("fly",), "fly"),
+        (("--fly",), "--fly"),
+        (("plan", "--fly"), "--fly"),
+        (("plan", "a", "b"), "b"),
+        (("plan", "--memory"), "--memory"),
+        (("plan", "--page-size", "many"), "--page-size"),
+        (("generate", "--prompt", "x", "--temperature", "warm"), "--temperature"),
+    ],
+)
+def test_a_usage_error_is_one_line(arguments: tuple[str, ...], words: str) -> None:
+    result = invoke(*arguments)
+    assert (result.code, result.out) == (2, "")
+    assert result.err.startswith("error: ")
+    assert words in result.err
+    assert result.err.count("\n") == 1
+
+
+def test_pull_prints_the_path_and_nothing_else(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked: list[str | None] = []
+
+    def pull(model: str | None = None, progress: object = None) -> Path:
+        asked.append(model)
+        return tmp_path / "model.gguf"
+
+    monkeypatch.setattr("tamis.models.pull", pull)
+    assert invoke("pull").out == f"{tmp_path / 'model.gguf'}\n"
+    assert invoke("pull", "org/name", "--json").out.split() == [
+        "{", '"model":', '"org/name",', '"path":', f'"{tmp_path / "model.gguf"}"', "}",
+    ]  # fmt: skip
+    assert asked == [None, "org/name"]
+
+
+class Full(io.StringIO):
+    """A disk without room."""
+
+    def flush(self) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_output_that_cannot_be_written_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr("tamis.models.pull", lambda model, progress: tmp_path)
+    monkeypatch.setattr(sys, "stdout", Full())
+    assert main(["pull"]) == 2
+    assert capsys.readouterr().err == "error: [Errno 28] No space left on device\n"
+
+
+def test_a_usage_error_says_where_help_is() -> None:
+    assert invoke("plan", "--fly").err.endswith(" (see tamis plan --help)\n")

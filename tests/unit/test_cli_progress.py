@@ -1,0 +1,101 @@
+import io
+import os
+import sys
+
+import pytest
+from rich.console import Console
+
+from tamis.cli.progress import ProgressBars, make_progress
+from tamis.progress import NoProgress
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_terminal_gets_bars(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    monkeypatch.setenv("TERM", "xterm")
+    assert isinstance(make_progress(), ProgressBars)
+    assert isinstance(make_progress(quiet=True), NoProgress)
+
+
+@pytest.mark.parametrize("variable", ["FORCE_COLOR", "TTY_COMPATIBLE"])
+def test_a_file_gets_nothing_whatever_the_environment_says(monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    monkeypatch.setenv(variable, "1")
+    assert isinstance(make_progress(), NoProgress)
+
+
+def test_a_terminal_that_cannot_move_its_cursor_gets_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    monkeypatch.setenv("TERM", "dumb")
+    assert isinstance(make_progress(), NoProgress)
+
+
+def test_no_standard_error_gets_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", None)
+    assert isinstance(make_progress(), NoProgress)
+
+
+@pytest.mark.parametrize("quiet", [True, False])
+def test_the_hub_client_shows_bars_only_where_we_do(monkeypatch: pytest.MonkeyPatch, quiet: bool) -> None:
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("HF_HUB_DISABLE_PROGRESS_BARS", raising=False)
+    make_progress(quiet=quiet)
+    assert ("HF_HUB_DISABLE_PROGRESS_BARS" in os.environ) is quiet
+
+
+def bars() -> tuple[ProgressBars, io.StringIO]:
+    out = io.StringIO()
+    return ProgressBars(Console(file=out, force_terminal=True, width=120, color_system=None)), out
+
+
+def test_bytes_are_shown_with_amount_and_total() -> None:
+    progress, out = bars()
+    progress.start("fetching model.gguf", 3_000_000, "bytes")
+    progress.advance(1_500_000)
+    progress.finish()
+    assert "fetching model.gguf" in out.getvalue()
+    assert "1.5/3.0 MB" in out.getvalue()
+
+
+def test_tokens_are_shown_with_amount_and_total() -> None:
+    progress, out = bars()
+    progress.start("reading the prompt", 3_000, "tokens")
+    progress.advance(512)
+    progress.advance(512)
+    progress.finish()
+    assert "1,024/3,000 tokens" in out.getvalue()
+
+
+def test_a_total_that_is_not_known_is_left_out() -> None:
+    progress, out = bars()
+    progress.start("reading", None, "tokens")
+    progress.advance(7)
+    progress.finish()
+    assert "7 tokens" in out.getvalue()
+
+
+def test_a_finished_bar_leaves_an_empty_line_and_a_visible_cursor() -> None:
+    progress, out = bars()
+    progress.start("loading", 10, "bytes")
+    progress.advance(10)
+    progress.finish()
+    assert out.getvalue().rindex("\x1b[?25h") > out.getvalue().rindex("\x1b[?25l")
+    assert out.getvalue().rstrip("\r").endswith("\x1b[2K")
+
+
+def test_calls_out_of_turn_do_no_harm() -> None:
+    progress, out = bars()
+    progress.finish()
+    progress.advance(1)
+    assert out.getvalue() == ""
+    progress.start("first", 1, "bytes")
+    progress.start("second", 1, "bytes")
+    progress.finish()
+    progress.finish()
+    assert "first" in out.getvalue()
+    assert "second" in out.getvalue()
