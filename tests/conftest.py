@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tamis.models.hub import cache_dir
+from tamis.cache import cache_dir
 
 # Tests run in several processes; a pool of threads in each would make them wait for each other.
 torch.set_num_threads(1)

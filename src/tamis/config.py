@@ -1,11 +1,23 @@
 """What a model and an engine are: frozen dataclasses, resolved once and never changed."""
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from tamis.errors import ConfigError, PageSizeError
+from tamis.units import MAX_SIZE, show
+
+MAX_COUNT = 2**31 - 1
+"""Positions, token ids and page tables are int32."""
+MAX_HEAD_DIM = 1 << 16
+"""Channels of a head; rotary tables have a column for each two before any weight is looked at."""
+MAX_MATRIX = 1 << 48
+"""Numbers in one matrix; the bytes of a larger one do not fit 64 bits once it is one of many."""
+MAX_EXPERTS = 1 << 18
+"""Experts of all layers together; each is planned for by name."""
+MAX_THREADS = 1024
+"""CPU threads of one process."""
 
 
 class LayerKind(enum.Enum):
@@ -58,6 +70,21 @@ class RopeConfig:
     frequency_factors: tuple[float, ...] | None = None
     """[rotary_dim / 2]: each frequency is divided by its factor (GGUF's precomputed llama3 scaling)."""
 
+    def __post_init__(self) -> None:
+        # Beyond these bounds, quotients and logarithms of them leave what a float can hold.
+        for name, low, high in (
+            ("theta", 1.0, 1e30), ("factor", 1e-3, 1e6), ("attention_factor", 1e-6, 1e6), ("beta_fast", 1e-3, 1e6),
+            ("beta_slow", 1e-3, 1e6), ("low_freq_factor", 1e-3, 1e6), ("high_freq_factor", 1e-3, 1e6),
+        ):  # fmt: skip
+            value = getattr(self, name)
+            if not low <= value <= high:
+                raise ConfigError(f"RoPE: {name}={value} is not between {low:g} and {high:g}")
+        if self.theta == 1:
+            raise ConfigError("RoPE: theta=1 must be above 1")
+        least = 1 if self.scaling in ("llama3", "yarn") else 0
+        if not least <= self.original_context <= MAX_COUNT:
+            raise ConfigError(f"RoPE: original_context={self.original_context} is not between {least} and {MAX_COUNT}")
+
 
 @dataclass(frozen=True)
 class SparseAttentionConfig:
@@ -93,6 +120,14 @@ class SparseAttentionConfig:
         if self.score_type not in ("max", "lse"):
             raise ConfigError(f"sparse attention: score_type={self.score_type!r} is not 'max' or 'lse'")
 
+    def within(self, context: int) -> "SparseAttentionConfig":
+        """The same selection, for sequences of at most `context` tokens, without room for blocks they do not have."""
+        blocks = -(-context // self.block_size)
+        init, local = min(self.init_blocks, blocks), min(self.local_blocks, blocks)
+        return replace(
+            self, init_blocks=init, local_blocks=local, topk=min(self.topk, max(blocks, init + local))
+        )  # fmt: skip
+
     def check_page_size(self, page_size: int) -> None:
         """Raise PageSizeError unless `page_size` divides the block size."""
         if page_size < 1 or self.block_size % page_size:
@@ -112,6 +147,18 @@ class MoEConfig:
     shared_intermediate_size: int
     """Of the shared expert; 0: none."""
     routed_scaling_factor: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.experts_per_token <= self.num_experts:
+            raise ConfigError(
+                f"mixture of experts: experts_per_token={self.experts_per_token} is not between 1 and "
+                f"num_experts={self.num_experts}"
+            )
+        if self.num_experts * sum(self.layers) > MAX_EXPERTS:
+            raise ConfigError(
+                f"mixture of experts: num_experts={self.num_experts} in {sum(self.layers)} layers are more than "
+                f"{MAX_EXPERTS} in all"
+            )
 
 
 @dataclass(frozen=True)
@@ -158,8 +205,11 @@ class ModelConfig:
         for name in ("vocab_size", "hidden_size", "num_layers", "q_heads", "kv_heads", "head_dim",
                      "intermediate_size", "context_length"):  # fmt: skip
             value = getattr(self, name)
-            if value < 1:
-                raise ConfigError(f"model config: {name}={value} must be at least 1")
+            most = MAX_HEAD_DIM if name == "head_dim" else MAX_COUNT
+            if not 1 <= value <= most:
+                bound = "at least 1" if value < 1 else f"at most {most}"
+                raise ConfigError(f"model config: {name}={value} must be {bound}")
+        self._check_matrices()
         if self.q_heads % self.kv_heads:
             raise ConfigError(f"model config: q_heads={self.q_heads} is not a multiple of kv_heads={self.kv_heads}")
         if len(self.layer_kinds) != self.num_layers:
@@ -178,9 +228,29 @@ class ModelConfig:
         if any(kind is not LayerKind.DENSE for kind in self.layer_kinds):
             self._check_sparse()
 
+    def _check_matrices(self) -> None:
+        experts = 1 if self.moe is None else self.moe.num_experts * self.moe.intermediate_size
+        outputs = {
+            "vocab_size": self.vocab_size,
+            "intermediate_size": self.intermediate_size,
+            "q_heads * head_dim": self.q_heads * self.head_dim,
+            "num_experts * their intermediate_size": experts,
+            "index_heads": 1 if self.sparse is None else self.sparse.index_heads * self.sparse.index_head_dim,
+        }
+        for name, value in outputs.items():
+            if value * self.hidden_size > MAX_MATRIX:
+                raise ConfigError(
+                    f"model config: a matrix of {name}={value} by hidden_size={self.hidden_size} has more than "
+                    f"{MAX_MATRIX} numbers"
+                )
+
     def _check_sparse(self) -> None:
         if self.sparse is None:
             raise ConfigError("model config: there are sparse layers but no sparse attention settings")
+        if self.sparse.index_head_dim > MAX_HEAD_DIM:
+            raise ConfigError(
+                f"model config: index_head_dim={self.sparse.index_head_dim} must be at most {MAX_HEAD_DIM}"
+            )
         if self.sparse.index_heads % self.kv_heads:
             raise ConfigError(
                 f"model config: index_heads={self.sparse.index_heads} is not a multiple of kv_heads={self.kv_heads}"
@@ -220,16 +290,32 @@ class EngineConfig:
     max_num_seqs: int = 64
     """Sequences that run at once at most."""
     device: str = "auto"
+    quant: str = "auto"
+    """Weights: "none": dense. "int8", "int4": in groups of 32 with a scale. "auto": as the checkpoint has them, where
+    there are kernels for that (GGUF's Q8_0, Q4_0, Q4_1), else dense."""
+    threads: int | None = None
+    """CPU threads of torch and of our kernels, in the whole process; None: as many as torch takes."""
+    kernels: str = "auto"
+    """"cpu": Numba. "reference": plain torch. "auto": the fastest that the device has."""
 
     def __post_init__(self) -> None:
         if self.dtype not in ("auto", "fp32", "bf16"):
             raise ConfigError(f"dtype={self.dtype!r} is not one of auto, fp32, bf16")
-        if self.kv_dtype != "auto" and self.kv_dtype not in KV_DTYPES:
+        if self.quant not in ("auto", "none", "int8", "int4"):
+            raise ConfigError(f"quant={self.quant!r} is not one of auto, none, int8, int4")
+        if self.kernels not in ("auto", "cpu", "reference"):
+            raise ConfigError(f"kernels={self.kernels!r} is not one of auto, cpu, reference")
+        if not isinstance(self.kv_dtype, str) or self.kv_dtype not in ("auto", *KV_DTYPES):
             raise ConfigError(f"kv_dtype={self.kv_dtype!r} is not one of auto, {', '.join(KV_DTYPES)}")
-        for name in ("page_size", "kv_budget", "max_batch_tokens", "max_num_seqs"):
+        for name, most in (("page_size", MAX_COUNT), ("kv_budget", MAX_SIZE), ("max_batch_tokens", MAX_COUNT),
+                           ("max_num_seqs", MAX_COUNT), ("threads", MAX_THREADS)):  # fmt: skip
             value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise ConfigError(f"{name}={value!r} must be a whole number of at least 1")
+            if value is None and name in ("page_size", "kv_budget", "threads"):
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigError(f"{name}={show(value)} must be a whole number of at least 1")
+            if value > most:
+                raise ConfigError(f"{name}={show(value)} must be at most {most}")
 
 
 KV_DTYPES: dict[str, torch.dtype] = {

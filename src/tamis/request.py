@@ -41,9 +41,9 @@ class SamplingParams:
     """Drop tokens less probable than this share of the most probable one."""
     max_tokens: int | None = 256
     """Tokens to generate at most; None: as many as the context and the KV pool have room for."""
-    stop: tuple[str, ...] | list[str] | str = ()
-    """Strings that end the text; they are not part of it."""
-    stop_token_ids: tuple[int, ...] | list[int] = ()
+    stop: tuple[str, ...] | list[str] | str | None = ()
+    """Strings that end the text; they are not part of it. None: none, as for the next one and logit_bias."""
+    stop_token_ids: tuple[int, ...] | list[int] | None = ()
     """Token ids that end the text, beside the model's own end ids; they are not part of it."""
     seed: int | None = None
     """Same seed, same prompt, same parameters: same tokens, whatever else runs."""
@@ -59,7 +59,7 @@ class SamplingParams:
     """Subtracted from a token's logit for each time it was generated."""
     repetition_penalty: float = 1.0
     """Logits of tokens in prompt or output are divided by this where positive, multiplied where negative."""
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    logit_bias: Mapping[int, float] | None = field(default_factory=dict)
     """Added to the logits of these token ids."""
     response_format: Mapping[str, Any] | None = None
     """Structured output; refused until a grammar backend exists."""
@@ -80,6 +80,7 @@ class SamplingParams:
         if not isinstance(self.ignore_eos, bool):
             raise SamplingError(f"ignore_eos={self.ignore_eos!r} must be true or false")
         self._check_collections()
+        self._own_collections()
 
     def _check_int(self, name: str, low: int, high: int | None) -> None:
         value = getattr(self, name)
@@ -94,37 +95,75 @@ class SamplingParams:
 
     def _check_float(self, name: str, low: float, high: float) -> None:
         value = getattr(self, name)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        if not _is_number(value) or not math.isfinite(value):
             raise SamplingError(f"{name}={value!r} must be a finite number")
         if not low <= value <= high:
             bounds = f"between {low:g} and {high:g}" if high != math.inf else f"at least {low:g}"
             raise SamplingError(f"{name}={value} must be {bounds}")
 
     def _check_collections(self) -> None:
-        if not isinstance(self.stop, str) and not all(isinstance(s, str) for s in self.stop):
+        listed = self.stop is None or isinstance(self.stop, str | list | tuple)
+        if not listed or not all(isinstance(s, str) for s in self.stop_strings):
             raise SamplingError(f"stop={self.stop!r} must be a string or a list of strings")
         if any(not s for s in self.stop_strings):
             raise SamplingError("stop holds an empty string")
-        for token in self.stop_token_ids:
+        if not isinstance(self.stop_token_ids, list | tuple | None):
+            raise SamplingError(f"stop_token_ids={self.stop_token_ids!r} must be a list of token ids")
+        for token in self.stop_ids:
             if isinstance(token, bool) or not isinstance(token, int):
                 raise SamplingError(f"stop_token_ids holds {token!r}, which is not a token id")
-        for token, bias in self.logit_bias.items():
-            if isinstance(token, bool) or not isinstance(token, int):
-                raise SamplingError(f"logit_bias has the key {token!r}, which is not a token id")
-            if isinstance(bias, bool) or not isinstance(bias, int | float) or math.isnan(bias):
-                raise SamplingError(f"logit_bias of token {token} is {bias!r}, which is not a number")
+        self._check_biases()
         if self.response_format is not None:
             raise SamplingError(f"response_format={self.response_format!r} is not supported yet")
+
+    def _check_biases(self) -> None:
+        if not isinstance(self.logit_bias, Mapping | None):
+            raise SamplingError(f"logit_bias={self.logit_bias!r} must map token ids to numbers")
+        for token, bias in self.biases.items():
+            if isinstance(token, bool) or not isinstance(token, int):
+                raise SamplingError(f"logit_bias has the key {token!r}, which is not a token id")
+            if not _is_number(bias) or math.isnan(bias):
+                raise SamplingError(f"logit_bias of token {token} is {bias!r}, which is not a number")
+
+    def _own_collections(self) -> None:
+        """Copy what the caller could still change, so that what was checked is what is used."""
+        for name in ("stop", "stop_token_ids"):
+            value = getattr(self, name)
+            if isinstance(value, list):
+                object.__setattr__(self, name, tuple(value))
+        if self.logit_bias is not None:
+            object.__setattr__(self, "logit_bias", dict(self.logit_bias))
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
         """`stop` as a tuple."""
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """`stop_token_ids` as a tuple."""
+        return tuple(self.stop_token_ids or ())
+
+    @property
+    def biases(self) -> Mapping[int, float]:
+        """`logit_bias` as a mapping."""
+        return self.logit_bias or {}
 
     @property
     def greedy(self) -> bool:
         """Whether the most probable token is always taken."""
         return self.temperature == 0
+
+
+def _is_number(value: object) -> bool:
+    """Whether `value` is a float, or an int that fits one."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    try:
+        float(value)
+    except OverflowError:
+        return False
+    return True
 
 
 @dataclass(frozen=True)
@@ -184,6 +223,7 @@ class Completion:
     """The result of one request and one of its `n` samples."""
 
     index: int
+    """Which of the request's `n` samples; not the prompt's place in a list of prompts."""
     prompt_token_ids: tuple[int, ...]
     token_ids: tuple[int, ...]
     """Generated ids, an end id or stop token included."""

@@ -1,14 +1,15 @@
-"""fp32 invariance: page size, chunk size and the other rows of a batch change nothing (DESIGN section 7).
+"""fp32 invariance: page size, chunk size and the other rows of a batch change nothing (DESIGN section 7)."""
 
-A teacher-forced run looks at every context length, so every residue of the block size is swept.
-"""
+from collections.abc import Iterator
 
 import pytest
 import torch
 from torch import Tensor
 
 from support import spellings, tiny
-from support.running import PoolRun, chunked_logits, greedy, random_ids
+from support.running import PoolRun, chunked_logits, greedy, greedy_together, random_ids
+from tamis.kernels import Ops, ReferenceOps
+from tamis.kernels.cpu.ops import CpuOps
 from tamis.models import load_config
 from tamis.models.decoder import CausalLM
 from tamis.models.hub import ModelSource
@@ -16,6 +17,7 @@ from tamis.models.loader import load_model
 
 BLOCK = 128
 LENGTH = 3 * BLOCK + 5
+STEPS = 24
 
 
 @pytest.fixture(scope="module", params=["dense", "K-only", "K+V"])
@@ -30,6 +32,13 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         spellings.write_released(oracle, path, index_value=index_value)
     source = ModelSource(path.name, path, "gguf" if path.is_file() else "directory")
     return load_model(source, load_config(source), dtype=torch.float32)
+
+
+@pytest.fixture(scope="module", params=["reference", "cpu"])
+def ops(request: pytest.FixtureRequest) -> Iterator[Ops]:
+    backend: Ops = ReferenceOps() if request.param == "reference" else CpuOps(2)
+    yield backend
+    backend.close()
 
 
 @pytest.fixture(scope="module")
@@ -48,19 +57,23 @@ def same(got: Tensor, wanted: Tensor) -> None:
 
 
 @pytest.mark.parametrize("page_size", [1, 2, 4, 16, 32, 64, 128])
-def test_page_size(model: CausalLM, ids: list[int], wanted: Tensor, page_size: int) -> None:
-    same(chunked_logits(model, ids, [LENGTH - 200, 150, 50], page_size), wanted)
+def test_every_context_length_on_every_page_size(
+    model: CausalLM, ops: Ops, ids: list[int], wanted: Tensor, page_size: int
+) -> None:
+    """Single steps over one whole block: every residue of the block and of the page as context length."""
+    chunks = [BLOCK + 2, *[1] * BLOCK, LENGTH - 2 * BLOCK - 2]
+    same(chunked_logits(model, ids, chunks, page_size, ops), wanted)
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 64, 512])
-def test_chunk_size(model: CausalLM, ids: list[int], wanted: Tensor, chunk: int) -> None:
+@pytest.mark.parametrize("chunk", [7, 64, 512])
+def test_chunk_size(model: CausalLM, ops: Ops, ids: list[int], wanted: Tensor, chunk: int) -> None:
     chunks = [min(chunk, LENGTH - at) for at in range(0, LENGTH, chunk)]
-    same(chunked_logits(model, ids, chunks, page_size=16), wanted)
+    same(chunked_logits(model, ids, chunks, 16, ops), wanted)
 
 
-def test_other_rows(model: CausalLM, ids: list[int], wanted: Tensor) -> None:
+def test_other_rows(model: CausalLM, ops: Ops, ids: list[int], wanted: Tensor) -> None:
     """Rows of other lengths, an idle one among them, join and leave; the row looked at does not notice."""
-    run = PoolRun(model, 16, LENGTH, rows=4)
+    run = PoolRun(model, 16, LENGTH, 4, ops)
     others = [random_ids(LENGTH, model.config, seed) for seed in (4, 5)]
     got, at = [], 0
     for step, chunk in enumerate([5, 60, 1, 1, 1, 120, 1, LENGTH - 189]):
@@ -71,8 +84,19 @@ def test_other_rows(model: CausalLM, ids: list[int], wanted: Tensor) -> None:
     same(torch.cat(got), wanted)
 
 
-def test_greedy_tokens_do_not_depend_on_page_or_chunk(model: CausalLM, ids: list[int]) -> None:
-    prompt = ids[: 2 * BLOCK + 3]
-    wanted = greedy(model, prompt, 40, page_size=128)
-    for page_size, chunk in ((1, 512), (4, 7), (32, 64), (64, 1)):
-        assert greedy(model, prompt, 40, page_size, chunk) == wanted
+@pytest.fixture(scope="module")
+def prompts(model: CausalLM) -> list[list[int]]:
+    """Contexts of less than a block, of several, and across a block's end while they grow."""
+    return [random_ids(length, model.config, length) for length in (5, BLOCK - 10, 2 * BLOCK + 3, 3 * BLOCK - 1)]
+
+
+@pytest.fixture(scope="module")
+def alone(model: CausalLM, prompts: list[list[int]]) -> list[list[int]]:
+    return [greedy(model, ids, STEPS, page_size=BLOCK) for ids in prompts]
+
+
+@pytest.mark.parametrize(("page_size", "chunk"), [(1, 512), (2, 33), (16, 7), (32, 64), (64, 5), (128, 19)])
+def test_greedy_tokens_do_not_depend_on_page_or_chunk_or_company(
+    model: CausalLM, ops: Ops, prompts: list[list[int]], alone: list[list[int]], page_size: int, chunk: int
+) -> None:
+    assert greedy_together(model, prompts, STEPS, page_size, chunk, ops) == alone

@@ -11,13 +11,14 @@ from support import oracle
 from support.ragged import Heads, Ragged, make_ragged
 from tamis.config import SparseAttentionConfig
 from tamis.kernels import Ops, ReferenceOps
+from tamis.kernels.cpu.ops import CpuOps
 
 BLOCK = 4
 PAGE_SIZES = (1, 2, 4, 16)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
 
 
-@pytest.fixture(params=[ReferenceOps], ids=lambda backend: str(backend.name))
+@pytest.fixture(params=[ReferenceOps, lambda: CpuOps(2)], ids=["reference", "cpu"])
 def ops(request: pytest.FixtureRequest) -> Ops:
     backend: Ops = request.param()
     return backend
@@ -107,8 +108,12 @@ def test_dense_attention_equals_the_loop(ops: Ops, seed: int, page_size: int, wi
 @pytest.mark.parametrize("page_size", PAGE_SIZES)
 def test_index_value_output_equals_the_loop(ops: Ops, page_size: int, heads: Heads) -> None:
     case = ragged(page_size, page_size, heads)
-    out = ops.index_value_attention(case.index_q, case.index_k, case.index_v, case.batch)
-    close(out, oracle.attention(case.index_q, case.index_k, case.index_v, case.batch, oracle.dense)[0])
+    operands = case.index_q, case.index_k, case.index_v, case.batch
+    out, lse = ops.index_value_attention(*operands, return_lse=True)
+    expected, expected_lse = oracle.attention(*operands, oracle.dense)
+    close(out, expected)
+    close(lse, expected_lse)
+    assert torch.equal(out, ops.index_value_attention(*operands))
 
 
 @pytest.mark.parametrize("score_type", ["max", "lse"])

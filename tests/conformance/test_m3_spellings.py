@@ -85,13 +85,21 @@ NAME = "model.layers.1.self_attn.k_proj.weight"
 
 
 def test_missing_tensor_is_named(tmp_path: Path, saved: Path) -> None:
-    with pytest.raises(MissingTensorError, match=rf"'{NAME}' is missing in {tmp_path}"):
+    with pytest.raises(MissingTensorError, match=rf"'{NAME}' is missing in {tmp_path}$"):
         load(damaged(saved, tmp_path, NAME, None))
 
 
 def test_misnamed_tensor_is_named(tmp_path: Path, saved: Path) -> None:
-    with pytest.raises(MissingTensorError, match=NAME):
-        load(damaged(saved, tmp_path, NAME, None, renamed="model.layers.1.self_attn.key_proj.weight"))
+    """Beside the one that is missing: the one that stands in its place, whatever else is there."""
+    renamed = "model.layers.1.self_attn.key_proj.weight"
+    damaged(saved, tmp_path, NAME, None, renamed=renamed)
+    surplus = {"model.a.weight": torch.zeros(1), "model.layers.10.self_attn.k_proj.weights": torch.zeros(1)}
+    save_file(load_file(tmp_path / "model.safetensors") | surplus, tmp_path / "model.safetensors")
+    with pytest.raises(MissingTensorError) as caught:
+        load(tmp_path)
+    assert str(caught.value) == (
+        f"tensor {NAME!r} is missing in {tmp_path}, but there is {renamed!r}, which has no place"
+    )
 
 
 def test_misshapen_tensor_is_named_with_both_shapes(tmp_path: Path, saved: Path) -> None:

@@ -22,7 +22,12 @@ STORY = ["generate", "--prompt", "Tell me a long story about a drum sieve.", "--
 
 @contextmanager
 def running(*arguments: str) -> Iterator[subprocess.Popen[bytes]]:
-    process = subprocess.Popen([*TAMIS, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    # A parent that ignores Ctrl-C (nohup, some CI) hands that down to its children; a handler is not handed down.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        process = subprocess.Popen([*TAMIS, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    finally:
+        signal.signal(signal.SIGINT, before)
     try:
         yield process
     finally:

@@ -41,6 +41,8 @@ class HashModel(CausalLM):
         """A step that holds this token raises RuntimeError."""
         self.nan_after: int | None = None
         """Logits that follow this token are NaN."""
+        self.script: dict[int, int] = {}
+        """By position: the token that certainly follows there, whatever the context."""
 
     def forward(self, token_ids: Tensor, step: StepContext, logit_rows: Tensor) -> Tensor:
         self.batch_sizes.append(len(token_ids))
@@ -63,6 +65,8 @@ class HashModel(CausalLM):
         tokens = step.ops.gather_pages(keys, pages, length)[:, 0, 0]
         places = step.ops.gather_pages(values, pages, length)[:, 0, 0]
         assert places.tolist() == list(range(length)), f"positions in the pool: {places.tolist()}"
+        if length in self.script:
+            return torch.zeros(VOCAB).index_fill(0, torch.tensor(self.script[length]), 100.0)
         logits = hash_logits([int(token) for token in tokens])
         return logits * torch.nan if int(tokens[-1]) == self.nan_after else logits
 
@@ -91,6 +95,7 @@ def make_engine(
     max_batch_tokens: int = 512,
     max_num_seqs: int = 64,
     tokenizer: Tokenizer | None = None,
+    end_ids: Sequence[int] = (END,),
 ) -> Engine:
     """An engine over a HashModel."""
     config = hash_config(context)
@@ -98,7 +103,7 @@ def make_engine(
     return Engine(
         Runner(HashModel(config), pool, ReferenceOps()),
         max_batch_tokens=max_batch_tokens, max_num_seqs=max_num_seqs, tokenizer=tokenizer,
-        end_ids=config.eos_token_ids,
+        end_ids=end_ids,
     )  # fmt: skip
 
 

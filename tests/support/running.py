@@ -2,23 +2,27 @@
 
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tamis.config import ModelConfig
-from tamis.kernels import AttentionBatch, ReferenceOps
+from tamis.kernels import AttentionBatch, Ops, ReferenceOps, choose_model_ops
 from tamis.kv import KVLayout, PageAllocator, PageTable, SparseKVPool
 from tamis.models.attention import StepContext
 from tamis.models.decoder import CausalLM
 
 
 class PoolRun:
-    """Sequences of one model on one pool; `feed` runs one ragged step."""
+    """Sequences of one model on one pool; `feed` runs one ragged step. `layout`: further fields of the KVLayout."""
 
-    def __init__(self, model: CausalLM, page_size: int, tokens: int, rows: int = 1, **layout: object) -> None:
-        self.model = model
-        self.layout = KVLayout.from_model(model.config, page_size=page_size, dtype=torch.float32, **layout)  # type: ignore[arg-type]
+    def __init__(
+        self, model: CausalLM, page_size: int, tokens: int, rows: int = 1, ops: Ops | None = None, **layout: Any
+    ) -> None:
+        self.model, self.ops = model, ops or ReferenceOps()
+        self.model_ops = choose_model_ops(self.ops)
+        self.layout = KVLayout.from_model(model.config, page_size=page_size, **{"dtype": torch.float32, **layout})
         pages = rows * (-(-tokens // page_size))
         self.pool = SparseKVPool(self.layout, pages)
         self.allocator = PageAllocator(pages)
@@ -41,15 +45,17 @@ class PoolRun:
             torch.tensor(starts, dtype=torch.int32), torch.tensor(positions, dtype=torch.int32),
         )  # fmt: skip
         batch.check(self.layout.page_size, self.pool.num_pages)
-        step = StepContext(self.pool, ReferenceOps(), batch, self.pool.check_loc(torch.cat(slots)))
+        step = StepContext(self.pool, self.ops, batch, self.pool.check_loc(torch.cat(slots)), self.model_ops)
         ids = torch.tensor([token for chunk in chunks for token in chunk], dtype=torch.int64)
         logits = self.model(ids, step, torch.arange(len(ids)))
         return list(logits.split([len(chunk) for chunk in chunks]))
 
 
-def chunked_logits(model: CausalLM, ids: list[int], chunks: Sequence[int], page_size: int) -> Tensor:
+def chunked_logits(
+    model: CausalLM, ids: list[int], chunks: Sequence[int], page_size: int, ops: Ops | None = None
+) -> Tensor:
     """Logits [len(ids), vocab] of one sequence fed in these chunk sizes."""
-    run, out, at = PoolRun(model, page_size, len(ids)), [], 0
+    run, out, at = PoolRun(model, page_size, len(ids), ops=ops), [], 0
     for size in chunks:
         out.append(run.feed([ids[at : at + size]])[0])
         at += size
@@ -59,13 +65,24 @@ def chunked_logits(model: CausalLM, ids: list[int], chunks: Sequence[int], page_
 
 def greedy(model: CausalLM, ids: list[int], steps: int, page_size: int, chunk: int = 512) -> list[int]:
     """The next `steps` most probable tokens of one prompt."""
-    run = PoolRun(model, page_size, len(ids) + steps)
-    for at in range(0, len(ids), chunk):
-        logits = run.feed([ids[at : at + chunk]])[0]
-    out: list[int] = []
+    return greedy_together(model, [ids], steps, page_size, chunk)[0]
+
+
+def greedy_together(
+    model: CausalLM, prompts: Sequence[list[int]], steps: int, page_size: int, chunk: int = 512, ops: Ops | None = None
+) -> list[list[int]]:
+    """`greedy` of several prompts, one row of the same batch each."""
+    longest = max(len(ids) for ids in prompts)
+    run = PoolRun(model, page_size, longest + steps, len(prompts), ops)
+    out: list[list[int]] = [[] for _ in prompts]
+    last = [0] * len(prompts)
+    for at in range(0, longest, chunk):
+        for row, logits in enumerate(run.feed([ids[at : at + chunk] for ids in prompts])):
+            last[row] = int(logits[-1].argmax()) if len(logits) else last[row]
     for _ in range(steps):
-        out.append(int(logits[-1].argmax()))
-        logits = run.feed([[out[-1]]])[0]
+        for row, token in enumerate(last):
+            out[row].append(token)
+        last = [int(logits[-1].argmax()) for logits in run.feed([[token] for token in last])]
     return out
 
 

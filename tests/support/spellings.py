@@ -1,6 +1,7 @@
 """Write a transformers-made M3 model in its other spellings: as released, and as GGUF."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -75,8 +76,8 @@ def write_released(model: Any, path: Path, **options: Any) -> Path:
     return path
 
 
-def write_m3_gguf(directory: Path, path: Path) -> Path:
-    """A `minimax-m3` GGUF in fp32 of a directory that transformers saved."""
+def write_m3_gguf(directory: Path, path: Path, kind: Callable[[str], gguf.GGMLQuantizationType] | None = None) -> Path:
+    """A `minimax-m3` GGUF of a directory that transformers saved: in fp32, or each matrix but routers in its `kind`."""
     config = json.loads((directory / "config.json").read_text())
     weights = load_file(directory / "model.safetensors")
     writer = gguf.GGUFWriter(str(path), "minimax-m3")
@@ -84,7 +85,11 @@ def write_m3_gguf(directory: Path, path: Path) -> Path:
     for name, tensor in weights.items():
         for new, values in _gguf_tensors(name, tensor):
             norm = "norm" in new
-            writer.add_tensor(new, (values + 1 if norm else values).float().contiguous().numpy())
+            array = (values + 1 if norm else values).float().contiguous().numpy()
+            if kind is None or array.ndim == 1 or "ffn_gate_inp" in new:
+                writer.add_tensor(new, array)
+            else:
+                writer.add_tensor(new, gguf.quants.quantize(array, kind(new)), raw_dtype=kind(new))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -1,5 +1,6 @@
 import shutil
 from pathlib import Path
+from typing import Any
 
 import gguf
 import pytest
@@ -10,7 +11,8 @@ from support.model_dirs import write_model
 from tamis import LLM, SamplingParams
 from tamis.engine.build import load_tokenizer
 from tamis.errors import ConfigError, TokenizerError
-from tamis.models.hub import ModelSource
+from tamis.models import load_config
+from tamis.models.hub import ModelSource, resolve
 
 PROMPTS = ["hello", "a", "what is the capital of france?", "one two three"]
 
@@ -84,10 +86,35 @@ def test_settings_that_do_not_suit_are_refused(model_path: str) -> None:
         ({"dtype": "int8"}, ConfigError, "dtype='int8' is not one of auto, fp32, bf16"),
         ({"device": "tpu"}, ConfigError, "device='tpu' is not one of auto, cpu"),
         ({"threads": 0}, ConfigError, "threads=0 must be a whole number of at least 1"),
+        ({"kv_dtype": ["x"]}, ConfigError, "kv_dtype=['x'] is not one of auto, fp32, bf16, fp16, fp8_e4m3, fp8_e5m2"),
+        ({"dtype": [1]}, ConfigError, "dtype=[1] is not one of auto, fp32, bf16"),
+        ({"kernels": {}}, ConfigError, "kernels={} is not one of auto, cpu, reference"),
+        ({"quant": []}, ConfigError, "quant=[] is not one of auto, none, int8, int4"),
+        ({"kv_budget": 1.5}, ConfigError, "size 1.5 is not a number of bytes such as 8GiB or 500MB"),
+        ({"page_size": "4"}, ConfigError, "page_size='4' must be a whole number of at least 1"),
     ):
         with pytest.raises(error) as caught:
             LLM(model_path, **settings)
         assert str(caught.value) == message
+
+
+@pytest.mark.parametrize("model", [5, b"x", ["x"]])
+def test_a_model_that_is_no_name_is_refused(model: Any) -> None:
+    with pytest.raises(ConfigError) as caught:
+        LLM(model)
+    assert str(caught.value) == f"model={model!r} is not a name or a path"
+    with pytest.raises(ConfigError, match="is not a name or a path"):
+        resolve(model)
+
+
+@pytest.mark.parametrize("name", ["index_branch.json", "index_branch.safetensors"])
+def test_an_index_branch_is_not_left_out_in_silence(model_path: str, tmp_path: Path, name: str) -> None:
+    path = Path(shutil.copytree(model_path, tmp_path / "retrofitted"))
+    (path / name).write_text("{}")
+    for refused in (lambda: LLM(str(path)), lambda: load_config(resolve(str(path / "config.json"), weights=False))):
+        with pytest.raises(ConfigError) as caught:
+            refused()
+        assert str(caught.value) == f"{path / name}: an index branch beside a dense model is not supported yet"
 
 
 def test_threads_are_set_when_asked_for(model_path: str) -> None:

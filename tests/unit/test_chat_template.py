@@ -145,3 +145,86 @@ def test_a_broken_template_only_matters_to_chats_that_use_it() -> None:
     assert templates.render(USER) == "ok"
     with pytest.raises(TokenizerError, match="malformed at line 1"):
         templates.render(USER, tools=[{}])
+
+
+@pytest.mark.parametrize(
+    "template",
+    ["{% break %}", "{% for i in [1] %}" * 25 + "{% endfor %}" * 25, "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}",
+     "{% if 1 %}" * 300 + "{% endif %}" * 300, "{{ " + "1" * 5000 + " }}", "{{ " + "not " * 3000 + "1 }}"],
+    ids=["break", "for", "parentheses", "if", "digits", "not"],
+)  # fmt: skip
+def test_a_template_that_cannot_be_compiled_is_malformed(template: str) -> None:
+    with pytest.raises(TokenizerError, match=r"^toy: the chat template is malformed: ") as caught:
+        render(template)
+    assert "\n" not in str(caught.value)
+
+
+GROWING = "{%% set ns = namespace(x=%s) %%}{%% for i in range(50) %%}{%% set ns.x = %s %%}{%% endfor %%}{{ ns.x }}"
+LONG = "{% set x = 'a' * 100000 %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        ("{{ 'a' * (3 * 10 ** 9) }}", "it makes more than 16777216 characters"),
+        ("{{ (3 * 10 ** 9) * [0] }}", "it makes more than 16777216 characters"),
+        ("{{ (10 ** 1000) ** 1000 }}", "it computes a number of more than 65536 bits"),
+        ("{{ '%1000000000d' % 1 }}", "it pads text to a width of more than 99999"),
+        ("{{ '%*d' % (1000000000, 1) }}", "it pads text to a width of more than 99999"),
+        ("{{ '%1000000000d' | format(1) }}", "it pads text to a width of more than 99999"),
+        ("{{ '{:>2000000000}'.format(1) }}", "it pads text to a width of more than 99999"),
+        ("{{ '{:{}}'.format(1, 2000000000) }}", "it pads text to a width of more than 99999"),
+        (GROWING % ("'a'", "ns.x ~ ns.x"), "it makes more than 16777216 characters"),
+        (GROWING % ("'a'", "ns.x + ns.x"), "it makes more than 16777216 characters"),
+        (GROWING % ("['a']", "[ns.x, ns.x]"), "it makes more than 16777216 characters"),
+        (LONG + "{{ x.replace('a', x) }}", "it makes more than 16777216 characters"),
+        (LONG + "{{ x | replace('a', x) }}", "it makes more than 16777216 characters"),
+        (LONG + "{{ x.join(range(9000) | map('string')) }}", "it makes more than 16777216 characters"),
+        (LONG + "{{ range(9000) | join(x) }}", "it makes more than 16777216 characters"),
+        (LONG + "{{ ([x] * 9000) | join }}", "it makes more than 16777216 characters"),
+        ("{{ ['a'] | map('center', 10 ** 10) | list }}", "it calls center with 10000000000, more than 100000"),
+        ("{{ 'a'.ljust(10 ** 10) }}", "it calls ljust with 10000000000, more than 100000"),
+        ("{{ (1).to_bytes(10 ** 10, 'big') }}", "it calls to_bytes with 10000000000, more than 100000"),
+        ("{{ 'a'.translate({97: 'b'}) }}", "it calls translate, which is not available"),
+        ("{% for i in range(99999) %}" + "y" * 1000 + "{% endfor %}", "it makes more than 16777216 characters"),
+        ("{% set z %}{% for i in range(99999) %}" + "y" * 20000 + "{% endfor %}{% endset %}",
+         "it makes more than 1073741824 characters"),
+        (LONG + "{% macro f(x) %}{% for i in range(99999) %}{{ x }}{% endfor %}{% endmacro %}{{ f(x) }}",
+         "it makes more than 1073741824 characters"),
+    ],
+)  # fmt: skip
+def test_a_template_cannot_make_texts_without_end(template: str, reason: str) -> None:
+    with pytest.raises(TokenizerError, match=f"^toy: the chat template failed: {reason}$"):
+        render(template)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}"
+        "{% endfor %}{% endfor %}{% endfor %}",
+        "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+    ],
+)
+def test_a_template_cannot_run_without_end(monkeypatch: pytest.MonkeyPatch, template: str) -> None:
+    monkeypatch.setattr("tamis.engine.template_sandbox.MAX_SECONDS", 0.05)
+    with pytest.raises(TokenizerError, match=r"^toy: the chat template failed: it takes longer than 0\.05 seconds$"):
+        render(template)
+
+
+def test_what_is_counted_works_as_ever() -> None:
+    template = (
+        "{{ 'a' ~ 1 ~ none ~ x }}|{{ 'a{}b'.format(3) }}|{{ '%s-%3d' % ('x', 3) }}|{{ 7 % 4 }}|{{ 2 ** 3 }}|"
+        "{{ [1] + [2] }}|{{ '-' * 3 }}|{{ 'a,b'.split(',') | join(';') }}|{{ 'aXa' | replace('X', '-') }}|"
+        "{% for i in range(3) %}{{ loop.index }}{{ '' if loop.last else '/' }}{% endfor %}|"
+        "{% for k, v in {'p': 1}.items() %}{{ k }}{{ v }}{% endfor %}|{% for i in [] %}{% else %}none{% endfor %}|"
+        "{% for i in [1, [2, 3]] recursive %}{{ i if i is number else loop(i) }}{% endfor %}|"
+        "{% macro m(a, b=2) %}{{ a }}{{ b }}{% endmacro %}{{ m(1) }}{{ m(1, b=3) }}"
+    )
+    assert render(template) == "a1None|a3b|x-  3|3|8|[1, 2]|---|a;b|a-a|1/2/3|p1|none|123|1213"
+
+
+def test_messages_too_long_for_any_model_are_refused() -> None:
+    half = {"role": "user", "content": "x" * (1 << 23)}
+    with pytest.raises(RequestError, match=r"^the messages have 25165824 characters, more than 16777216$"):
+        render(CHATML, [half] * 3)

@@ -13,7 +13,7 @@ from support.cli import invoke
 from tamis.cli import main
 from tamis.config import LayerKind
 from tamis.engine.engine import EngineStats
-from tamis.errors import PromptTooLongError
+from tamis.errors import PromptTooLongError, TokenizerError
 from tamis.kv import KVLayout
 from tamis.request import FinishReason, SamplingParams, TokenEvent, TokenLogprobs, Usage
 
@@ -21,6 +21,8 @@ PIECES = ["Par", "", "is", " né"]
 
 
 class FakeTokenizer:
+    has_chat_template = True
+
     def encode_chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
         return [len(message["content"]) for message in messages]
 
@@ -121,14 +123,15 @@ def test_sampling_is_greedy_by_default_and_otherwise_the_models_own(engine: type
 def test_the_engine_gets_its_settings(engine: type[FakeLLM]) -> None:
     options = [
         "--dtype", "fp32", "--kv-dtype", "bf16", "--page-size", "8", "--kv-budget", "1GiB",
-        "--max-batch-tokens", "64", "--threads", "2",
+        "--max-batch-tokens", "64", "--quant", "int8", "--threads", "2",
     ]  # fmt: skip
     assert invoke("generate", "some/model", "--prompt", "x", *options).code == 0
     settings = dict(engine.last.settings)
     settings.pop("progress")
     assert engine.last.model == "some/model"
     assert settings == {
-        "dtype": "fp32", "kv_dtype": "bf16", "page_size": 8, "kv_budget": "1GiB", "max_batch_tokens": 64, "threads": 2,
+        "dtype": "fp32", "kv_dtype": "bf16", "page_size": 8, "kv_budget": "1GiB", "max_batch_tokens": 64,
+        "quant": "int8", "threads": 2,
     }  # fmt: skip
 
 
@@ -170,15 +173,39 @@ def test_a_character_that_the_terminal_lacks_does_not_end_the_reply(monkeypatch:
     assert terminal.read() == "Paris n?\n"
 
 
-def test_an_error_in_the_stream_is_one_line(monkeypatch: pytest.MonkeyPatch, engine: type[FakeLLM]) -> None:
+def test_a_request_that_is_refused_is_one_line(monkeypatch: pytest.MonkeyPatch, engine: type[FakeLLM]) -> None:
     def refused(self: FakeLLM, prompt: list[int], sampling: SamplingParams) -> Iterator[TokenEvent]:
         raise PromptTooLongError("5 + 256 tokens are more than the context of 64")
 
     monkeypatch.setattr(engine, "stream", refused)
-    result = invoke("generate", "--prompt", "hello", "--quiet")
+    result = invoke("generate", "--prompt", "hello")
     assert (result.code, result.out) == (2, "")
     assert result.err == "error: 5 + 256 tokens are more than the context of 64\n"
     assert engine.last.closed
+
+
+def test_a_model_without_chat_template_is_one_line_and_names_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(self: FakeTokenizer, messages: object) -> list[int]:
+        raise TokenizerError("toy: the model has no chat template")
+
+    monkeypatch.setattr(FakeTokenizer, "encode_chat", refused)
+    other = invoke("generate", "--prompt", "hello")
+    monkeypatch.setattr(FakeTokenizer, "has_chat_template", False)
+    result = invoke("generate", "--prompt", "hello")
+    assert (result.code, result.out) == (2, "")
+    assert result.err == "error: toy: the model has no chat template; --raw continues the prompt as it is\n"
+    assert other.err == "error: toy: the model has no chat template\n"
+    assert invoke("generate", "--prompt", "hello", "--raw").code == 0
+
+
+def test_a_model_without_tokenizer_is_one_line(monkeypatch: pytest.MonkeyPatch, engine: type[FakeLLM]) -> None:
+    def missing(self: FakeLLM) -> FakeTokenizer:
+        raise TokenizerError("the model has no tokenizer: give it token ids instead of text")
+
+    monkeypatch.setattr(engine, "tokenizer", property(missing, lambda self, value: None), raising=False)
+    result = invoke("generate", "--prompt", "hello")
+    assert (result.code, result.out) == (2, "")
+    assert result.err == "error: the model has no tokenizer: give it token ids instead of text\n"
 
 
 @pytest.mark.parametrize(

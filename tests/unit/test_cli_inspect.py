@@ -6,6 +6,8 @@ import pytest
 
 import tamis
 from support.cli import invoke
+from support.model_dirs import CONFIG
+from tamis.kv import KVLayout
 
 
 @pytest.fixture(scope="module")
@@ -71,6 +73,23 @@ def test_layers_with_an_index_value_show_that_plane(tmp_path: Path) -> None:
     rows = [line.split() for line in invoke("inspect", str(path)).out.splitlines()]
     assert row(rows, "3")[:6] == ["3", "sparse_kv", "4x128", "1x128", "1x128", "2,560"]
     assert row(rows, "4-59")[1] == "sparse_k"
+
+
+def test_the_layout_is_checked_once_and_not_once_a_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A check looks at every layer: one for each of 10,000 layers took 19 s."""
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"num_hidden_layers": 10_000}))
+    checks: list[KVLayout] = []
+    check = KVLayout.__post_init__
+
+    def counted(layout: KVLayout) -> None:
+        checks.append(layout)
+        check(layout)
+
+    monkeypatch.setattr(KVLayout, "__post_init__", counted)
+    result = invoke("inspect", str(tmp_path / "config.json"))
+    assert result.code == 0, result.err
+    assert "0-9999" in result.out
+    assert len(checks) == 1
 
 
 def test_the_storage_type_changes_the_bytes() -> None:

@@ -1,7 +1,10 @@
 import errno
 import io
+import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -72,6 +75,73 @@ def test_ctrl_c_ends_without_a_traceback(monkeypatch: pytest.MonkeyPatch) -> Non
     failing(monkeypatch, KeyboardInterrupt())
     result = invoke("pull")
     assert (result.code, result.out, result.err) == (130, "", "interrupted\n")
+
+
+@pytest.mark.parametrize(("name", "code"), [("SIGTERM", 143), ("SIGHUP", 129)])
+def test_a_signal_to_end_is_heard_once_and_cleanly(monkeypatch: pytest.MonkeyPatch, name: str, code: int) -> None:
+    number = getattr(signal, name)
+    cleaned: list[bool] = []
+
+    def pull(model: str | None = None, progress: object = None) -> Path:
+        try:
+            signal.raise_signal(number)
+        finally:
+            signal.raise_signal(number)  # somebody is impatient
+            cleaned.append(True)
+        return Path()
+
+    monkeypatch.setattr("tamis.models.pull", pull)
+    before = signal.signal(number, signal.SIG_DFL)
+    try:
+        result = invoke("pull")
+        assert signal.getsignal(number) is signal.SIG_DFL
+    finally:
+        signal.signal(number, before)
+    assert (result.code, result.out, result.err, cleaned) == (code, "", f"ended by {name}\n", [True])
+
+
+def test_an_ignored_signal_stays_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As under nohup."""
+
+    def pull(model: str | None = None, progress: object = None) -> Path:
+        signal.raise_signal(signal.SIGHUP)
+        return Path("here")
+
+    monkeypatch.setattr("tamis.models.pull", pull)
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert invoke("pull").out == "here\n"
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+PULL_WITH_A_SLOW_PIP = """
+import os, sys
+from tamis.cli import main
+from tamis.models import builtin
+slow = "import os, sys, time; print(os.getpid(), flush=True, file=open(sys.argv[1], 'w')); time.sleep(60)"
+builtin.default_pip = lambda: (sys.executable, "-S", "-c", slow, os.environ["PID_FILE"])
+sys.exit(main(["pull", "--quiet"]))
+"""
+
+
+def test_a_pull_that_is_ended_takes_pip_with_it_and_leaves_nothing(tmp_path: Path) -> None:
+    pid_file = tmp_path / "pid"
+    environment = {**os.environ, "TAMIS_CACHE": str(tmp_path / "cache"), "PID_FILE": str(pid_file)}
+    with subprocess.Popen(
+        [sys.executable, "-c", PULL_WITH_A_SLOW_PIP], env=environment, stderr=subprocess.PIPE, text=True
+    ) as process:
+        deadline = time.monotonic() + 60
+        while not (pid_file.exists() and pid_file.read_text().endswith("\n")):
+            assert time.monotonic() < deadline
+            assert process.poll() is None
+            time.sleep(0.02)
+        process.terminate()
+        _, said = process.communicate(timeout=30)
+    assert (process.returncode, said) == (143, "ended by SIGTERM\n")
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(pid_file.read_text()), 0)
+    assert [path.name for path in (tmp_path / "cache" / "models").iterdir()] == [".lock"]
 
 
 def test_a_reader_that_goes_away_is_not_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

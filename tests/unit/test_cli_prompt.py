@@ -60,6 +60,17 @@ def test_a_binary_file_is_refused_with_the_place_of_the_first_bad_byte(
         read_prompt(None, "-")
 
 
+def test_a_file_without_end_is_not_read_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(RequestError, match=r"^/dev/zero has more than 67108864 bytes, too many for a prompt$"):
+        read_prompt(None, "/dev/zero")
+    monkeypatch.setattr("tamis.cli.prompt.MAX_BYTES", 3)
+    monkeypatch.setattr(sys, "stdin", Stdin(b"four"))
+    with pytest.raises(RequestError, match=r"^standard input has more than 3 bytes, too many for a prompt$"):
+        read_prompt(None, "-")
+    monkeypatch.setattr(sys, "stdin", Stdin(b"all"))
+    assert read_prompt(None, "-") == "all"
+
+
 def test_an_argument_that_is_not_utf8_is_refused() -> None:
     with pytest.raises(RequestError, match=r"^the prompt is not UTF-8 text at character 1$"):
         read_prompt(b"a\xff".decode("utf-8", "surrogateescape"), None)

@@ -214,10 +214,10 @@ def test_stats_count_tokens_and_pages(engine: Engine) -> None:
 def test_requests_that_fill_the_pool_exactly_run_one_after_another() -> None:
     engine = make_engine(pages=8)
     prompts = random_prompts(4, seed=3, longest=20)
-    params = [greedy(32 - len(prompt), ignore_eos=True) for prompt in prompts]
+    params = [greedy(33 - len(prompt), ignore_eos=True) for prompt in prompts]
     results = complete(engine, prompts, *params)
     for prompt, (done,) in zip(prompts, results, strict=True):
-        assert list(done.token_ids) == expected_greedy(prompt, 32 - len(prompt), ends=())
+        assert list(done.token_ids) == expected_greedy(prompt, 33 - len(prompt), ends=())
     assert engine.stats.pages_peak == 8
     assert engine.pages_used == 0
 
@@ -225,9 +225,16 @@ def test_requests_that_fill_the_pool_exactly_run_one_after_another() -> None:
 def test_samples_that_fill_the_pool_exactly_do_not_run_out() -> None:
     engine = make_engine(pages=1 + 3 * 4, page_size=4)
     prompt = [5, 6, 7, 8, 9, 10]  # a full page, which is shared, and a half one, which is not
-    (samples,) = complete(engine, [prompt], SamplingParams(n=3, seed=0, max_tokens=14, ignore_eos=True))
-    assert [len(s.token_ids) for s in samples] == [14] * 3
-    assert engine.stats.pages_peak <= 13
+    (samples,) = complete(engine, [prompt], SamplingParams(n=3, seed=0, max_tokens=15, ignore_eos=True))
+    assert [len(s.token_ids) for s in samples] == [15] * 3
+    assert engine.stats.pages_peak == 13
+
+
+@pytest.mark.parametrize("length", [7, 8])
+def test_one_token_each_needs_no_room_behind_the_prompt(length: int) -> None:
+    engine = make_engine(pages=2, page_size=4)
+    (samples,) = complete(engine, [[5] * length], greedy(1, n=3))
+    assert [list(s.token_ids) for s in samples] == [expected_greedy([5] * length, 1)] * 3
 
 
 # Ends
@@ -327,18 +334,23 @@ def test_penalties_see_what_was_generated(engine: Engine) -> None:
     assert len({3, 4, 5, *done.token_ids}) == 33
 
 
-def test_an_interrupted_step_ends_its_requests_and_is_raised(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine.add_request(Request((5, 6), greedy(4)))
-    engine.step()
+@pytest.mark.parametrize("steps", [0, 1, 2])
+def test_an_interrupted_step_is_raised_and_taken_again(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, steps: int
+) -> None:
+    engine.add_request(Request((5, 6), greedy(4, ignore_eos=True)))
+    events = [event for _ in range(steps) for event in engine.step()]
 
     def interrupt(_batch: object) -> torch.Tensor:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(engine.runner, "run", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        engine.step()
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.runner, "run", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
     engine.check()
-    assert [e.token.finish_reason for e in engine.take_events()] == [FinishReason.ERROR]
+    events += run(engine)
+    assert [event.token.token_id for event in events] == expected_greedy([5, 6], 4, ends=())
 
 
 def test_a_refused_request_leaves_no_trace(engine: Engine) -> None:

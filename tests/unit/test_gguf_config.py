@@ -162,6 +162,7 @@ def test_minimax_m3_without_sparse_layers_or_shared_expert(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        ({"expert_used_count": 9}, "experts_per_token=9 is not between 1 and num_experts=8"),
         ({"leading_dense_block_count": 4}, "leading_dense_block_count=4 is not between 0 and 3 layers"),
         ({"expert_gating_func": 1}, "expert_gating_func=1 is not implemented"),
         ({"expert_weights_norm": False}, "expert_weights_norm=false is not implemented"),
@@ -293,6 +294,11 @@ def test_rope_scaling_that_is_not_implemented_is_named(
         ({"rope__scaling__type": "linear"}, r"the metadata key llama\.rope\.scaling\.factor is missing"),
         ({"rope__scaling__type": "yarn", "rope__scaling__factor": 0.0}, r"scaling\.factor=0\.0 is not a finite number"),
         ({"rope__freq_base": math.inf}, r"llama\.rope\.freq_base=inf is not a finite number above 0"),
+        ({"rope__freq_base": 3e38}, r"m\.gguf: RoPE: theta=.* is not between 1 and 1e\+30"),
+        (
+            {"rope__scaling__type": "yarn", "rope__scaling__factor": 2.0, "rope__scaling__yarn_beta_slow": 3e38},
+            r"m\.gguf: RoPE: beta_slow=.* is not between",
+        ),
         ({"rope__freq_base": 1.0}, r"llama\.rope\.freq_base=1\.0 is not above 1"),
     ],
 )

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 from pathlib import Path
 from typing import Any
 
@@ -210,6 +211,23 @@ def test_an_unknown_rope_scaling_is_refused_by_name(tmp_path: Path, kind: str) -
         ({"mrope_section": [1, 2, 3]}, "RoPE scaling 'mrope' is not implemented"),
         ({"full_attention": {"rope_type": "default"}}, "full_attention: RoPE settings a layer type"),
         ({"rope_theta": 1.0}, "RoPE setting rope_theta: 1.0 is not above 1"),
+        ({"type": "linear", "factor": 10**400}, "RoPE setting factor: 10+... is not a finite number"),
+        ({"type": "yarn", "factor": 1e308}, "RoPE: factor=1e.308 is not between 0.001 and 1e.06"),
+        (
+            {"type": "yarn", "factor": 1e308, "original_max_position_embeddings": 4096},
+            "RoPE: factor=1e.308 is not between 0.001 and 1e.06",
+        ),
+        ({"type": "yarn", "factor": 4.0, "beta_slow": 1e308}, "RoPE: beta_slow=1e.308 is not between"),
+        ({"type": "yarn", "factor": 4.0, "beta_fast": 1e-320}, "RoPE: beta_fast=1e-320 is not between"),
+        (
+            {"type": "yarn", "factor": 4.0, "mscale": 1.0, "mscale_all_dim": -10 / math.log(4.0)},
+            "RoPE setting mscale_all_dim: -7.2134.* with factor 4.0 is a division by 0",
+        ),
+        ({"type": "yarn", "factor": 4.0, "mscale": 1e308, "mscale_all_dim": 1.0}, "RoPE: attention_factor="),
+        (
+            {"type": "llama3", "factor": 2.0, "high_freq_factor": 1e300, "low_freq_factor": 1.0},
+            "RoPE: high_freq_factor=1e.300 is not between",
+        ),
         ({"partial_rotary_factor": 2.0}, "partial_rotary_factor: 2.0 is above 1"),
         ({"partial_rotary_factor": 0.8}, r"rotary_dim=\d+ must be even"),
         ([], r"rope_scaling: \[\] is not an object"),
@@ -259,6 +277,15 @@ def test_a_missing_key_is_named_with_the_file(tmp_path: Path, key: str) -> None:
         ({"num_key_value_heads": 3}, "q_heads=4 is not a multiple of kv_heads=3"),
         ({"rms_norm_eps": "1e-5"}, "rms_norm_eps: '1e-5' is not a number"),
         ({"rms_norm_eps": 0}, "rms_norm_eps: 0 is not a finite number above 0"),
+        ({"rms_norm_eps": 10**400}, "rms_norm_eps: 10+... is not a finite number above 0"),
+        ({"rope_theta": 10**400}, "rope_theta: 10+... is not a finite number"),
+        ({"rope_theta": 1e300}, "RoPE: theta=1e.300 is not between 1 and 1e.30"),
+        ({"head_dim": 2**31 - 2}, "head_dim=2147483646 must be at most 65536"),
+        (
+            {"vocab_size": 2**31 - 1, "hidden_size": 2**31 - 4, "head_dim": 64},
+            "a matrix of vocab_size=2147483647 by hidden_size=",
+        ),
+        ({"num_attention_heads": 2**20, "head_dim": 2**16, "hidden_size": 2**20}, r"a matrix of q_heads \* head_dim="),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings: 'yes' is not true or false"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu' is not implemented"),
         ({"eos_token_id": "</s>"}, "eos_token_id: '</s>' is not a token id"),
@@ -332,6 +359,7 @@ def test_generation_defaults_are_read(tmp_path: Path) -> None:
     ("generation", "message"),
     [
         ({"temperature": -1}, "temperature: -1.0 is out of range"),
+        ({"temperature": 10**400}, "temperature: 10+... is not a finite number"),
         ({"top_p": 1.5}, "top_p: 1.5 is out of range"),
         ({"top_k": 0.5}, "top_k: 0.5 is not a whole number"),
         ({"repetition_penalty": 0}, "repetition_penalty: 0 is not"),

@@ -8,8 +8,9 @@ import huggingface_hub
 import pytest
 from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
 
+from tamis.cache import cache_dir
 from tamis.errors import DownloadError, ModelNotFoundError
-from tamis.models import cache_dir, hub, load_config, pull, resolve
+from tamis.models import hub, load_config, pull, resolve
 from tamis.models.builtin import SMOLLM2_135M, BuiltinModel
 
 

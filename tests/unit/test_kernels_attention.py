@@ -65,13 +65,14 @@ def test_a_row_without_keys_gives_zeros(position: int, sink: float | None) -> No
     sparse, sparse_lse = OPS.sparse_attention(
         case.q, case.k, case.v, everything, case.batch, BLOCK, sinks=sinks, return_lse=True
     )
-    index = OPS.index_value_attention(case.index_q, case.index_k, case.index_v, case.batch)
+    index, index_lse = OPS.index_value_attention(case.index_q, case.index_k, case.index_v, case.batch, return_lse=True)
     assert torch.equal(dense[rows], OPS.dense_attention(case.q[rows], case.k, case.v, batch, sinks=sinks))
     for out, lse in ((dense, dense_lse), (sparse, sparse_lse)):
         assert not out[1].any()
         assert lse[1].tolist() == [-INF if sink is None else sink] * 4
         assert bool(lse[0].isfinite().all())
         assert bool(out[0].any())
+    assert index_lse[1].tolist() == [-INF] * 2
     assert not index[1].any()
     assert bool(index[0].any())
 
@@ -165,7 +166,7 @@ def all_results(case: Ragged, batch: AttentionBatch, rows: slice) -> list[Tensor
         chosen.transpose(0, 1),
         *OPS.sparse_attention(q, case.k, case.v, chosen, batch, BLOCK, return_lse=True),
         *OPS.dense_attention(q, case.k, case.v, batch, return_lse=True),
-        OPS.index_value_attention(case.index_q[rows], case.index_k, case.index_v, batch),
+        *OPS.index_value_attention(case.index_q[rows], case.index_k, case.index_v, batch, return_lse=True),
     ]
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from support.ragged import Ragged, make_ragged, nan_plane
-from tamis.config import SparseAttentionConfig
+from tamis.config import EngineConfig, SparseAttentionConfig
 from tamis.errors import KernelInputError
 from tamis.kernels import AttentionBatch, Ops, ReferenceOps, choose_ops
 
@@ -18,10 +18,10 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, tor
 
 
 def test_the_backend_is_the_reference() -> None:
-    ops, reason = choose_ops("cpu")
+    ops, reason = choose_ops(EngineConfig(kernels="reference"))
     checked: Ops = ReferenceOps()
     assert (ops.name, checked.name) == ("reference", "reference")
-    assert "reference" in reason
+    assert reason == "it was asked for"
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -79,6 +79,32 @@ def test_pages_that_do_not_exist_are_not_read(pages: list[int], length: int, mes
         OPS.gather_pages(torch.zeros(3, 1, 4, 1), torch.tensor(pages), length)
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bool, torch.int16, torch.float32], ids=str)
+def test_ids_of_a_type_that_torch_takes_for_a_mask_are_refused(dtype: torch.dtype) -> None:
+    plane = torch.zeros(2, 1, 4, 1)
+    with pytest.raises(KernelInputError, match=f"^slots are {dtype}, not torch.int64 or torch.int32$"):
+        OPS.write_pages(plane, torch.tensor([1, 0]).to(dtype), torch.ones(2, 1, 1))
+    assert not plane.any()
+    with pytest.raises(KernelInputError, match=f"^page ids are {dtype}, not torch.int64 or torch.int32$"):
+        OPS.gather_pages(plane, torch.tensor([1]).to(dtype), 4)
+
+
+def test_a_negative_length_is_refused() -> None:
+    with pytest.raises(KernelInputError, match=r"^length=-1 does not fit 1 pages of 4 tokens$"):
+        OPS.gather_pages(torch.zeros(2, 1, 4, 1), torch.tensor([1]), -1)
+
+
+def test_a_context_may_be_far_shorter_than_a_block() -> None:
+    """No memory is taken for the rest of the block."""
+    case = make_ragged([9], [9], page_size=2, seed=0)
+    for score_type in ("max", "lse"):
+        sparse = replace(SPARSE, score_type=score_type)
+        scores = OPS.score_blocks(case.index_q, case.index_k, case.batch, replace(sparse, block_size=1 << 40))
+        torch.testing.assert_close(
+            scores, OPS.score_blocks(case.index_q, case.index_k, case.batch, replace(sparse, block_size=16))
+        )  # fmt: skip
+
+
 def attend(case: Ragged, changes: dict[str, Tensor]) -> Tensor:
     """Sparse attention of the case with some operands replaced."""
     operands = {"q": case.q, "k": case.k, "v": case.v, "picks": torch.zeros(2, len(case.q), 1).int()} | changes
@@ -120,6 +146,8 @@ def cut(batch: AttentionBatch, **changes: object) -> AttentionBatch:
     [
         (lambda b: cut(b, query_start=torch.tensor([0, 8])), r"query_start ends at 8, not at the 9 tokens of q"),
         (lambda b: cut(b, query_start=torch.tensor([0, 4, 9])), r"query_start has 3 entries for 1 sequences"),
+        (lambda b: cut(b, page_table=b.page_table[:0]), r"page_table \[0, 7\] has no row for each of 1 sequences"),
+        (lambda b: cut(b, seq_lens=torch.tensor([-9])), r"seq_lens=\[-9\] holds a negative length"),
         (lambda b: cut(b, seq_lens=torch.tensor([15])), r"row 0: seq_len=15 does not fit 7 pages of 2 tokens"),
         (lambda b: cut(b, seq_lens=torch.tensor([11])), r"page ids -1 to \d lie outside 0\.\.8"),
     ],

@@ -68,6 +68,26 @@ def test_an_allocation_is_a_whole_number(n: int) -> None:
         PageAllocator(4).allocate(n)
 
 
+def test_iterators_are_read_whole() -> None:
+    allocator = PageAllocator(4)
+    pages = allocator.allocate(2)
+    allocator.share(page for page in pages)
+    assert state(allocator) == (2, [2, 2, 0, 0])
+    allocator.free(iter(pages))
+    assert state(allocator) == (2, [1, 1, 0, 0])
+
+
+def test_pages_are_named_by_ints_in_a_sequence() -> None:
+    allocator = PageAllocator(4)
+    with pytest.raises(PageError, match=r"^after='x' is not a page id: an int is needed$"):
+        allocator.allocate(1, "x")  # type: ignore[arg-type]
+    with pytest.raises(PageError, match=r"^pages=None is not a sequence$"):
+        allocator.free(None)  # type: ignore[arg-type]
+    with pytest.raises(PageError, match=r"^page=\[1\] is not a page id: an int is needed$"):
+        allocator.free([[1]])  # type: ignore[list-item]
+    assert allocator.num_free == 4
+
+
 def test_a_shared_page_is_free_when_its_last_holder_lets_go() -> None:
     allocator = PageAllocator(4)
     pages = allocator.allocate(2)

@@ -1,5 +1,5 @@
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 import pytest
@@ -164,6 +164,53 @@ def test_bad_imports_are_refused_and_change_nothing() -> None:
         assert str(caught.value) == message
         assert same(contents(pool), before)
     pool.import_pages([3, 4], short, [0])
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda tensor: tensor.to("meta"), "is on device meta, where tensors hold no values"),
+        (Tensor.to_sparse, "has layout torch.sparse_coo, torch.strided is needed"),
+        (Tensor.numpy, "is of type ndarray, a tensor is needed"),
+    ],
+)
+def test_tensors_of_a_blob_have_ordinary_memory(spoil: Callable[[Tensor], Tensor], message: str) -> None:
+    """The last tensor of the blob: what comes before it must not have been written."""
+    pool = filled(small_layout())
+    blob = pool.export_pages([1, 2])
+    spoiled = with_tensors(blob, {(5, "index_v"): spoil(blob.tensors[5, "index_v"])})
+    before = contents(pool)
+    with pytest.raises(BlobMismatchError) as caught:
+        pool.import_pages([3, 4], spoiled)
+    assert str(caught.value) == "the blob's index_v of layer_id=5 " + message
+    assert same(contents(pool), before)
+
+
+def test_what_is_no_blob_is_refused() -> None:
+    pool = filled(small_layout())
+    blob = pool.export_pages([1])
+    with pytest.raises(BlobMismatchError, match=r"^the blob is of type dict, a PageBlob is needed$"):
+        pool.import_pages([3], {})  # type: ignore[arg-type]
+    with pytest.raises(BlobMismatchError, match=r"^the blob has no KVLayout or no mapping of tensors$"):
+        pool.import_pages([3], dataclasses.replace(blob, tensors=None))  # type: ignore[arg-type]
+    with pytest.raises(NotALayerIdError, match=r"^layers=5 is not a sequence$"):
+        pool.import_pages([3], blob, 5)  # type: ignore[arg-type]
+
+
+def test_gradients_do_not_follow_an_import() -> None:
+    pool = filled(small_layout())
+    blob = pool.export_pages([1])
+    pool.import_pages([3], with_tensors(blob, {(0, "k"): blob.tensors[0, "k"].requires_grad_()}))
+    assert not pool.get_key_buffer(0).requires_grad
+
+
+def test_a_blob_may_be_a_view_of_the_pool() -> None:
+    pool = filled(small_layout())
+    before = contents(pool)
+    k, v = pool.get_kv_buffer(0)
+    pool.import_pages([2, 3], with_tensors(pool.export_pages([1, 2]), {(0, "k"): v[1:3], (0, "v"): k[1:3]}), [0])
+    assert torch.equal(contents(pool)[0, "k"][2:4], before[0, "v"][1:3])
+    assert torch.equal(contents(pool)[0, "v"][2:4], before[0, "k"][1:3])
 
 
 def test_bad_exports_are_refused() -> None:

@@ -1,6 +1,9 @@
+import itertools
 import logging
 import math
+import resource
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -241,9 +244,6 @@ def test_every_tensor_is_checked_before_the_first_write(pool: SparseKVPool) -> N
     refused(pool, PlaneError, message, pool.set_index_k_buffer, 1, slots, index().long())
     message = f"v has dtype torch.complex64, one of {accepted} is needed"
     refused(pool, PlaneError, message, pool.set_kv_buffer, 1, slots, kv(), kv().to(torch.complex64))
-    refused(
-        pool, PlaneError, "v is on device meta, the pool is on cpu", pool.set_kv_buffer, 0, slots, kv(), kv().to("meta")
-    )
     refused(pool, PlaneError, "v is of type list, a tensor is needed", pool.set_kv_buffer, 0, slots, kv(), [1.0])
 
 
@@ -276,6 +276,7 @@ def test_checked_slots_cannot_be_changed_through_the_callers_tensor(pool: Sparse
     mine = loc(4, 5)
     checked = pool.check_loc(mine)
     mine.fill_(-1)
+    checked.slots.fill_(-1)
     assert checked.slots.tolist() == [4, 5]
     before = contents(pool)
     pool.set_kv_buffer(0, checked, kv(), kv())
@@ -330,6 +331,33 @@ def test_a_plane_may_be_written_from_itself(pool: SparseKVPool) -> None:
     after = contents(pool)
     assert torch.equal(rows(after, loc(5, 6, 7, 8))[0, "k"], rows(before, loc(4, 5, 6, 7))[0, "k"])
     assert torch.equal(rows(after, loc(5, 6, 7, 8))[0, "v"], rows(before, loc(4, 5, 6, 7))[0, "v"])
+
+
+def test_planes_of_a_layer_can_be_exchanged(pool: SparseKVPool) -> None:
+    """All rows are read before any plane is written, whichever plane of the pool they are a view of."""
+    before = contents(pool)
+    k, v, index_k = (plane(pool, 3, name)[1].transpose(0, 1) for name in ("k", "v", "index_k"))
+    through_numpy = torch.from_numpy(pool.get_index_kv_buffer(3)[1].numpy()[1]).transpose(0, 1)
+    pool.set_fused_kv_index_buffer(3, loc(4, 5, 6, 7), v, k, through_numpy, index_k)
+    after = contents(pool)
+    for name, source in (("k", "v"), ("v", "k"), ("index_k", "index_v"), ("index_v", "index_k")):
+        assert torch.equal(after[3, name][1], before[3, source][1])
+
+
+@pytest.mark.parametrize("spoil", [Tensor.to_sparse, Tensor.to_mkldnn, lambda tensor: tensor.to("meta")])
+@pytest.mark.parametrize("name", ["k", "v", "index_k", "index_v", "loc"])
+def test_tensors_without_ordinary_memory_are_refused(
+    pool: SparseKVPool, name: str, spoil: Callable[[Tensor], Tensor]
+) -> None:
+    operands = {"loc": loc(4, 5), "k": kv(), "v": kv(), "index_k": index(), "index_v": index()}
+    operands[name] = spoil(operands[name].float())
+    meta = operands[name].is_meta
+    layout = operands[name].layout
+    message = (
+        "is on device meta, where tensors hold no values" if meta else f"has layout {layout}, torch.strided is needed"
+    )
+    error = SlotError if name == "loc" else PlaneError
+    refused(pool, error, f"{name} {message}", pool.set_fused_kv_index_buffer, 3, *operands.values())
 
 
 def test_gradients_do_not_follow_into_the_pool(pool: SparseKVPool) -> None:
@@ -388,6 +416,12 @@ def test_bad_copies_are_refused_and_change_nothing(pool: SparseKVPool) -> None:
     refused(pool, PageError, "page=1.0 is not a page id: an int is needed", pages, torch.tensor([1.0]), [2])
     refused(pool, PageError, "page=True is not a page id: an int is needed", pages, [True], [2])
     refused(pool, PageError, "pages have shape [1, 1], one dimension is needed", pages, torch.tensor([[1]]), [2])
+    refused(pool, PageError, "pages=5 is not a sequence", pages, 5, [2])
+    refused(pool, PageError, "pages=None is not a sequence", pool.export_pages, None)
+    refused(
+        pool, PageError, "pages is on device meta, where tensors hold no values",
+        pool.export_pages, torch.ones(1, device="meta"),
+    )  # fmt: skip
 
 
 def test_memory_is_what_is_allocated_by_plane() -> None:
@@ -426,7 +460,9 @@ def test_a_pool_has_pages(num_pages: int) -> None:
         SparseKVPool(small_layout(), num_pages)
 
 
-@pytest.mark.parametrize(("pages", "device"), [(2, "nonsense"), (1 << 50, "cpu")])
+@pytest.mark.parametrize(
+    ("pages", "device"), [(2, "nonsense"), (2, "meta"), (1 << 30, "cpu"), (1 << 50, "cpu"), (10**30, "cpu")]
+)
 def test_what_cannot_be_allocated_is_a_config_error(pages: int, device: str) -> None:
     size = (pages + 1) * small_layout().bytes_per_page
     with pytest.raises(
@@ -439,3 +475,36 @@ def test_what_cannot_be_allocated_is_a_config_error(pages: int, device: str) -> 
 def test_make_resident_hands_the_picks_back(pool: SparseKVPool) -> None:
     picks = torch.tensor([[[0, 2, -1]]], dtype=torch.int32)
     assert pool.make_resident(1, picks) is picks
+
+
+def test_a_pool_needs_a_layout_and_takes_counters_only(pool: SparseKVPool) -> None:
+    with pytest.raises(ConfigError, match=r"^layout=None is not a KVLayout$"):
+        SparseKVPool(None, 3)  # type: ignore[arg-type]
+    message = "counter='x' is not a LayerTransferCounter"
+    refused(pool, ConfigError, message, pool.register_layer_transfer_counter, "x")
+
+
+def test_memory_is_taken_page_by_page() -> None:
+    """A pool of 1 GiB, of which a few tokens are used, is not touched as a whole."""
+
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+    before = resident()
+    layout = small_layout()
+    pool = SparseKVPool(layout, layout.pages_for(1 << 30))
+    pool.set_kv_buffer(0, loc(4, 5), kv(), kv())
+    assert not pool.get_key_buffer(0)[2].any()
+    assert resident() - before < 1 << 27
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_buffers_are_aligned_and_apart(dtype: torch.dtype) -> None:
+    pool = SparseKVPool(small_layout(dtype=dtype, page_size=1), 2)
+    places = sorted(
+        (buffer.data_ptr(), buffer.data_ptr() + buffer.nbytes)
+        for layer in pool.layout.local_layers
+        for buffer in (plane(pool, layer, name) for name in pool.layout.planes(layer))
+    )
+    assert all(start % 64 == 0 for start, _ in places)
+    assert all(end <= start for (_, end), (start, _) in itertools.pairwise(places))

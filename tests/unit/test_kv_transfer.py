@@ -2,12 +2,23 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
 
 from support.kv import fill_random, small_layout
-from tamis.errors import ConfigError, LayerNotLocalError, NotALayerIdError, TransferError
+from tamis.errors import (
+    ConfigError,
+    ForeignPageError,
+    LayerNotLocalError,
+    NoIndexValueError,
+    NotALayerIdError,
+    NotSparseLayerError,
+    SlotError,
+    TamisError,
+    TransferError,
+)
 from tamis.kv import INDEX, MAIN, LayerPart, LayerTransferCounter, SparseKVPool, TransferTicket
 
 
@@ -182,8 +193,15 @@ def test_layers_are_local_and_never_wrap(layer: int) -> None:
     [
         ({"num_layers": 0}, "num_layers=0 must be a whole number of at least 1"),
         ({"num_layers": 1, "slots": 0}, "slots=0 must be a whole number of at least 1"),
-        ({"num_layers": 1, "timeout": 0}, "timeout=0 must be a finite number of seconds above 0"),
-        ({"num_layers": 1, "timeout": float("inf")}, "timeout=inf must be a finite number of seconds above 0"),
+        ({"num_layers": 1, "timeout": 0}, f"timeout=0 must be above 0 and at most {threading.TIMEOUT_MAX:g} seconds"),
+        (
+            {"num_layers": 1, "timeout": float("inf")},
+            f"timeout=inf must be above 0 and at most {threading.TIMEOUT_MAX:g} seconds",
+        ),
+        (
+            {"num_layers": 1, "timeout": 1e10},
+            f"timeout=10000000000.0 must be above 0 and at most {threading.TIMEOUT_MAX:g} seconds",
+        ),
     ],
 )
 def test_bad_counters_are_refused(arguments: dict[str, int], message: str) -> None:
@@ -270,13 +288,35 @@ def test_no_read_yields_bytes_of_a_failed_load(name: str) -> None:
     READS[name][0](pool)
 
 
-def test_a_bad_layer_raises_at_once_while_loading() -> None:
+@pytest.mark.parametrize(
+    ("read", "error"),
+    [
+        (lambda pool: pool.get_key_buffer(6), LayerNotLocalError),
+        (lambda pool: pool.get_value_buffer(-1), LayerNotLocalError),
+        (lambda pool: pool.get_kv_buffer(6), LayerNotLocalError),
+        (lambda pool: pool.get_index_k_buffer(6), LayerNotLocalError),
+        (lambda pool: pool.get_index_kv_buffer(6), LayerNotLocalError),
+        (lambda pool: pool.get_kv_buffer("3"), NotALayerIdError),
+        (lambda pool: pool.get_index_k_buffer(True), NotALayerIdError),
+        (lambda pool: pool.get_index_k_buffer(0), NotSparseLayerError),
+        (lambda pool: pool.get_index_kv_buffer(0), NoIndexValueError),
+        (lambda pool: pool.get_index_kv_buffer(1), NoIndexValueError),
+        (lambda pool: pool.make_resident(4, torch.zeros(1)), NotSparseLayerError),
+        (lambda pool: pool.export_pages([3]), ForeignPageError),
+        (lambda pool: pool.copy_pages([1], [3]), ForeignPageError),
+        (lambda pool: pool.copy_slots(torch.tensor([0]), torch.tensor([4])), SlotError),
+    ],
+)
+def test_what_cannot_be_read_raises_at_once_while_loading(
+    read: Callable[[SparseKVPool], object], error: type[TamisError]
+) -> None:
+    """The check comes before the wait, in every reader: nothing is complete here, so a wait would end in an error."""
     pool = SparseKVPool(small_layout(), 2)
-    counter = LayerTransferCounter(6)
+    counter = LayerTransferCounter(6, timeout=0.2)
     pool.register_layer_transfer_counter(counter)
     consumed(counter)
-    with pytest.raises(LayerNotLocalError):
-        pool.get_key_buffer(6)
+    with pytest.raises(error):
+        read(pool)
 
 
 def test_dense_layers_have_no_index_to_wait_for() -> None:
@@ -291,3 +331,39 @@ def test_a_counter_of_another_size_is_refused() -> None:
     pool = SparseKVPool(small_layout(start_layer=2), 2)
     with pytest.raises(ConfigError, match=r"^the transfer counter has 6 layers, this pipeline stage 4$"):
         pool.register_layer_transfer_counter(LayerTransferCounter(6))
+
+
+@pytest.mark.parametrize("planes", ["main", 1, None])
+def test_parts_are_layer_parts(planes: Any) -> None:
+    counter = LayerTransferCounter(2)
+    ticket = consumed(counter)
+    message = rf"^planes={planes!r} is not MAIN, INDEX or both$"
+    with pytest.raises(TransferError, match=message):
+        counter.complete(ticket, 0, planes)
+    with pytest.raises(TransferError, match=message):
+        counter.wait_until(0, planes)
+    with pytest.raises(TransferError, match=r"^there is nothing to wait for in planes="):
+        counter.wait_until(0, LayerPart(0))
+
+
+@pytest.mark.parametrize("cause", ["disk full", None])
+def test_a_load_fails_with_an_exception(cause: Any) -> None:
+    counter = LayerTransferCounter(2, timeout=0.05)
+    ticket = consumed(counter)
+    with pytest.raises(TransferError, match=rf"^error={cause!r} is not an exception$"):
+        counter.fail(ticket, cause)
+    with pytest.raises(TransferError, match="did not arrive"):
+        counter.wait_until(0)
+
+
+def test_tickets_are_tickets_and_iterators_are_read_whole() -> None:
+    counter = LayerTransferCounter(1, timeout=0.05)
+    with pytest.raises(TransferError, match=r"^5 is not a transfer ticket$"):
+        counter.complete(5, 0)  # type: ignore[arg-type]
+    with pytest.raises(TransferError, match=r"^5 is not a transfer ticket$"):
+        counter.consume([5])  # type: ignore[list-item]
+    with pytest.raises(TransferError, match=r"^tickets=None is not a sequence$"):
+        counter.consume(None)  # type: ignore[arg-type]
+    counter.consume(iter([counter.begin()]))
+    with pytest.raises(TransferError, match="did not arrive"):
+        counter.wait_until(0)

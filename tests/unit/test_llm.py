@@ -16,6 +16,7 @@ from tamis.engine.engine import Engine
 from tamis.engine.tokenizer import Tokenizer
 from tamis.engine.worker import Worker
 from tamis.errors import (
+    ConfigError,
     EmptyPromptError,
     EngineClosedError,
     NeverFitsError,
@@ -142,6 +143,9 @@ def test_nothing_runs_where_one_prompt_is_refused(make_llm: Callable[..., tuple[
         ([[]], greedy(), EmptyPromptError, "the prompt is empty: it has no tokens"),
         ("x" * 70, greedy(), PromptTooLongError, "the prompt has 70 tokens, more than the model's context of 64"),
         ([3, 4], greedy(), RequestError, "prompt 0: the prompt is 3, not a list of token ids"),
+        (None, greedy(), RequestError, "prompts=None is not text, a list of texts or a list of lists of token ids"),
+        (5, greedy(), RequestError, "prompts=5 is not text, a list of texts or a list of lists of token ids"),
+        (b"ab", greedy(), RequestError, "prompts=b'ab' is not text, a list of texts or a list of lists of token ids"),
         (["a", "b"], [greedy()], RequestError, "there are 2 prompts and 1 sampling parameters"),
         ("a", {"n": 1}, RequestError, "sampling is of type dict, not SamplingParams or a list of them"),
         ("a", greedy(n=65), SamplingError, "n=65 is more than max_num_seqs=64, which run at once"),
@@ -157,6 +161,11 @@ def test_bad_requests_are_refused_by_name(
         llm.generate(prompts, sampling)
     assert str(caught.value) == message
     assert llm.stats.steps == 0
+
+
+def test_a_model_that_is_no_name_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"^model=5 is not a name or a path$"):
+        LLM(5)  # type: ignore[arg-type]
 
 
 def test_a_failing_step_is_raised_and_the_llm_goes_on(make_llm: Callable[..., tuple[LLM, Engine]]) -> None:
@@ -357,11 +366,14 @@ def test_one_of_several_calls_at_a_time_is_reported(make_llm: Callable[..., tupl
 def test_waiting_for_what_has_ended_is_refused(make_llm: Callable[..., tuple[LLM, Engine]]) -> None:
     _, engine = make_llm()
     worker = Worker(engine)
-    with worker.running([Request((5,), greedy(1))], lambda _: None) as ids:
-        (event,) = worker.next_events(ids)
-        assert event.completion is not None
-        with pytest.raises(EngineClosedError, match="the requests waited for are not in the engine"):
-            worker.next_events(ids)
+    ids: list[int] = []
+    worker.submit([Request((5,), greedy(1))], ids)
+    computed: list[int] = []
+    (event,) = worker.next_events(ids, computed.append)
+    assert event.completion is not None
+    assert computed == [1]
+    with pytest.raises(EngineClosedError, match="the requests waited for are not in the engine"):
+        worker.next_events(ids, computed.append)
 
 
 def test_an_abort_inside_a_step_is_applied_after_it(

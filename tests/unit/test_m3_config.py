@@ -218,7 +218,7 @@ def test_lists_of_transformers_spelling_are_checked_too(tmp_path: Path, name: st
         ({"use_routing_bias": False}, "use_routing_bias=false is not implemented"),
         ({"rotary_dim": 8, "partial_rotary_factor": 0.5}, "rotary_dim=8 contradicts partial_rotary_factor=0.5"),
         ({"rotary_dim": 64}, "rotary_dim=64 must be even and at most head_dim=32"),
-        ({"num_experts_per_tok": 9}, "num_experts_per_tok=9 is more than num_local_experts=8"),
+        ({"num_experts_per_tok": 9}, "experts_per_token=9 is not between 1 and num_experts=8"),
         ({"moe_layer_freq": 1}, "moe_layer_freq: 1 is not a list"),
         ({"moe_layer_freq": [0, 1, 2, 1]}, "moe_layer_freq: entry 2 is not a list of 0 and 1"),
         ({"sparse": {"sparse_attention_freq": None}}, "sparse_attention_config.sparse_attention_freq is missing"),
@@ -254,3 +254,43 @@ def test_transformers_spelling_rotates_what_transformers_rotates(
 def test_another_minimax_is_not_taken_for_this_one(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedArchitectureError, match="'MiniMaxM2ForCausalLM'"):
         read_own(tmp_path, architectures=["MiniMaxM2ForCausalLM"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"index_topk_blocks": 10**6}, SparseAttentionConfig(2, 32, 8, 256, local_blocks=2)),
+        ({"index_topk_blocks": 10**6, "index_local_blocks": 10**6}, SparseAttentionConfig(2, 32, 8, 256, 0, 256)),
+        ({"index_block_size": 10**7}, SparseAttentionConfig(2, 32, 10**7, 1, local_blocks=1)),
+    ],
+)
+def test_no_more_blocks_are_selected_than_a_context_has(
+    tmp_path: Path, changes: dict[str, Any], expected: SparseAttentionConfig
+) -> None:
+    config = {"architectures": ["MiniMaxM3VLForCausalLM"]} | FLAT | changes
+    assert read_hf_config(write(tmp_path, config)).sparse == expected
+
+
+def test_forced_blocks_keep_their_places_in_a_short_context() -> None:
+    """Three blocks, of which the first two and the last two are forced."""
+    settings = SparseAttentionConfig(2, 16, 4, topk=9, init_blocks=2, local_blocks=2)
+    assert settings.within(12) == SparseAttentionConfig(2, 16, 4, topk=4, init_blocks=2, local_blocks=2)
+    assert settings.within(3) == SparseAttentionConfig(2, 16, 4, topk=2, init_blocks=1, local_blocks=1)
+    assert settings.within(36) == settings
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_local_experts": 10**5}, "num_experts=100000 in 3 layers are more than 262144 in all"),
+        ({"sparse": {"sparse_index_dim": 2**31 - 1}}, "index_head_dim=2147483647 must be at most 65536"),
+        ({"sparse": {"sparse_num_index_heads": 2**31 - 2, "sparse_index_dim": 2**16}}, "a matrix of index_heads"),
+        (
+            {"intermediate_size": 2**31 - 1, "hidden_size": 2**20},
+            r"a matrix of num_experts \* their intermediate_size=",
+        ),
+    ],
+)
+def test_sizes_that_no_memory_holds_are_named(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=rf"config\.json: .*{message}"):
+        read_own(tmp_path, **changes)

@@ -50,6 +50,43 @@ def test_what_is_no_size_is_refused_by_name(text: Any) -> None:
 
 
 @pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("9" * 5000, f"size '{'9' * 76}... has more than 20 digits"),
+        ("1." + "0" * 21 + "GiB", f"size '1.{'0' * 21}GiB' has more than 20 digits"),
+        ("9" * 20, f"size '{'9' * 20}' is more than {2**63 - 1} bytes"),
+        ("8388608TiB", f"size '8388608TiB' is more than {2**63 - 1} bytes"),
+        (2**63, f"size {2**63} is more than {2**63 - 1} bytes"),
+        pytest.param(10**5000, f"size <an integer of thousands of digits> is more than {2**63 - 1} bytes", id="int"),
+    ],
+)
+def test_sizes_are_counted_in_64_bits(text: str | int, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_size(text)
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"max_batch_tokens": None}, "max_batch_tokens=None must be a whole number of at least 1"),
+        ({"max_num_seqs": None}, "max_num_seqs=None must be a whole number of at least 1"),
+        ({"max_num_seqs": 2**31}, f"max_num_seqs={2**31} must be at most {2**31 - 1}"),
+        ({"page_size": 1.0}, "page_size=1.0 must be a whole number of at least 1"),
+        ({"kv_budget": 10**30}, f"kv_budget={10**30} must be at most {2**63 - 1}"),
+        ({"threads": 10**5000}, "threads=<an integer of thousands of digits> must be at most 1024"),
+        ({"threads": 0}, "threads=0 must be a whole number of at least 1"),
+        ({"kv_dtype": []}, "kv_dtype=[] is not one of auto, fp32, bf16, fp16, fp8_e4m3, fp8_e5m2"),
+    ],
+)
+def test_settings_out_of_range_are_refused_by_name(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        EngineConfig(**fields)
+    assert str(caught.value) == message
+    assert EngineConfig(page_size=None, kv_budget=None, threads=None) == EngineConfig()
+
+
+@pytest.mark.parametrize(
     ("size", "text"),
     [
         (0, "0 B"),
@@ -111,6 +148,15 @@ def test_the_default_budget_is_half_of_the_memory_or_four_contexts() -> None:
     layout = f2_layout()
     assert kv_budget(EngineConfig(), layout, 131_072, available=10 * GiB) == 5 * GiB
     assert kv_budget(EngineConfig(), layout, 1000, available=100 * GiB) == 4 * 8 * layout.bytes_per_page
+
+
+def test_a_budget_above_the_available_memory_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    kv_budget(EngineConfig(kv_budget=GiB), f2_layout(), 1000, available=GiB)
+    assert not caplog.messages
+    assert kv_budget(EngineConfig(kv_budget=2 * GiB), f2_layout(), 1000, available=GiB) == 2 * GiB
+    assert caplog.messages == [
+        "kv_budget=2147483648 (2.0 GiB) is more than the 1073741824 bytes (1.0 GiB) of memory that are available"
+    ]
 
 
 def test_a_budget_below_one_page_names_both_numbers() -> None:

@@ -30,7 +30,7 @@ def expected_distribution(
 ) -> dict[int, float]:
     """Token probabilities by the definitions, one token at a time in Python floats."""
     values = list(logits)
-    for i, bias in params.logit_bias.items():
+    for i, bias in params.biases.items():
         values[i] += bias
     for i in {*prompt, *output}:
         values[i] = values[i] / params.repetition_penalty if values[i] > 0 else values[i] * params.repetition_penalty

@@ -120,8 +120,8 @@ def test_requests_are_admitted_in_order_and_the_first_is_never_overtaken() -> No
 
 def test_admission_promises_the_pages_a_request_can_need_at_most() -> None:
     make, scheduler = Requests(), make_scheduler(tokens=64, pages=6)
-    scheduler.add(make(4, 8))  # 3 pages
-    scheduler.add(make(4, 9))  # 4 pages, of which 1 is missing
+    scheduler.add(make(4, 9))  # 3 pages
+    scheduler.add(make(4, 10))  # 4 pages, of which 1 is missing
     scheduler.schedule()
     assert (len(scheduler.running), len(scheduler.waiting), scheduler.promised_pages) == (1, 1, 3)
 
@@ -155,8 +155,8 @@ def test_output_is_cut_to_the_context_and_without_a_wish_to_the_pool() -> None:
     assert limits(context=64).max_length(10, greedy(8)) == 18
     assert limits(context=64).max_length(60, greedy(8)) == 64
     assert limits(context=64).max_length(10, greedy(None)) == 64
-    assert limits(context=64, pages=10).max_length(10, greedy(None)) == 40
-    assert limits(context=64, pages=10).max_length(10, greedy(None, n=3)) == (2 + 2) * 4
+    assert limits(context=64, pages=10).max_length(10, greedy(None)) == 40 + 1
+    assert limits(context=64, pages=10).max_length(10, greedy(None, n=3)) == (2 + 2) * 4 + 1
     assert limits(context=64, pages=10).max_length(50, greedy(None)) == 51
 
 
@@ -197,7 +197,13 @@ def test_a_request_that_cannot_run_is_refused_with_the_numbers(
 
 
 def test_what_just_fits_is_accepted() -> None:
-    assert limits(pages=10).check([3] * 20, greedy(20)) == (3,) * 20
+    assert limits(pages=10).check([3] * 20, greedy(21)) == (3,) * 20
+    assert limits(pages=2).check([3] * 8, greedy(1)) == (3,) * 8
+    assert limits(pages=2).check([3] * 7, greedy(1, n=3)) == (3,) * 7
+    with pytest.raises(NeverFitsError):
+        limits(pages=10).check([3] * 20, greedy(22))
+    with pytest.raises(NeverFitsError):
+        limits(pages=3).check([3] * 7, greedy(2, n=3))
     assert limits(pages=16).check([VOCAB - 1] * 63, greedy(1000)) == (VOCAB - 1,) * 63
 
 

@@ -8,7 +8,7 @@ from tokenizers import Tokenizer as Backend
 
 from support.vocab import SPELLING, write_directory
 from tamis.engine.tokenizer import Tokenizer
-from tamis.errors import RequestError, TokenizerError
+from tamis.errors import RequestError, TokenizerError, TokenRangeError
 from tamis.models.hub import ModelSource
 
 BOS, EOS = "<s>", "</s>"
@@ -124,7 +124,8 @@ BROKEN = [
     ("tokenizer.json", "{", "malformed"),
     ("tokenizer.json", "{}", "malformed"),
     ("tokenizer_config.json", "{", "malformed"),
-    ("tokenizer_config.json", "[]", "not a JSON object"),
+    ("tokenizer_config.json", "[]", "it holds a list, not an object"),
+    ("tokenizer_config.json", "[" * 100_000, "nested too deeply"),
     ("special_tokens_map.json", "nope", "malformed"),
     ("tokenizer_config.json", '{"bos_token": 3}', "bos_token is 3, not a token"),
     ("tokenizer_config.json", '{"add_bos_token": true}', "add_bos_token is set, but the vocabulary has no bos_token"),
@@ -144,6 +145,61 @@ def test_a_malformed_file_is_refused_by_name(tmp_path: Path, name: str, content:
         load(tmp_path)
     assert str(tmp_path) in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def write_backend(directory: Path, **parts: Any) -> Path:
+    """A tokenizer.json of four one-letter tokens, with `parts` of it replaced."""
+    model = {"type": "BPE", "vocab": {"a": 0, "b": 1, "c": 2, "d": 3}, "merges": []}
+    (directory / "tokenizer.json").write_text(json.dumps({"version": "1.0", "model": model, **parts}))
+    return directory
+
+
+CATASTROPHE = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
+
+
+@pytest.mark.parametrize(
+    ("text", "parts", "message"),
+    [
+        ("a" * 30 + "b", {"pre_tokenizer": CATASTROPHE}, "retry-limit-in-match over"),
+        ("z", {"model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "[UNK]"}}, r"Missing \[UNK\]"),
+        ("z", {"model": {"type": "WordPiece", "vocab": {"a": 0}, "unk_token": "[UNK]", "max_input_chars_per_word": 9,
+                         "continuing_subword_prefix": "##"}}, r"Missing \[UNK\]"),
+        ("z", {"model": {"type": "Unigram", "vocab": [["a", 0.0]], "unk_id": None}}, "`unk_id` is missing"),
+        ("z", {"model": {"type": "BPE", "vocab": {"a": 0}, "merges": [], "unk_token": "no"}}, "Unk token `no` not"),
+    ],
+)  # fmt: skip
+def test_a_text_that_the_library_fails_on_is_an_error_of_the_tokenizer(
+    tmp_path: Path, text: str, parts: dict[str, Any], message: str
+) -> None:
+    """Even where the library panics, which Python sees as something that is no Exception."""
+    tokenizer = load(write_backend(tmp_path, **parts))
+    assert tokenizer.encode("a") == [0]
+    with pytest.raises(TokenizerError, match=rf"{tmp_path}: the tokenizer failed on this text: .*{message}"):
+        tokenizer.encode(text)
+
+
+@pytest.mark.parametrize(
+    "piece", [{"SpecialToken": {"id": "X", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}]
+)
+def test_a_post_processor_that_the_library_panics_on_is_refused(tmp_path: Path, piece: dict[str, Any]) -> None:
+    post = {"type": "TemplateProcessing", "single": [piece], "pair": [], "special_tokens": {}}
+    with pytest.raises(TokenizerError, match=rf"^{tmp_path}: tokenizer\.json cannot be used: "):
+        load(write_backend(tmp_path, post_processor=post))
+
+
+@pytest.mark.parametrize(
+    ("ids", "error", "message"),
+    [
+        ([1.5], TokenRangeError, "1.5 is not a token id"),
+        ("ab", RequestError, "token_ids='ab' is not a list of token ids"),
+        (None, RequestError, "token_ids=None is not a list of token ids"),
+        (5, RequestError, "token_ids=5 is not a list of token ids"),
+    ],
+)
+def test_only_token_ids_can_be_decoded(tmp_path: Path, ids: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error) as caught:
+        load(write_directory(tmp_path, byte_backend())).decode(ids)
+    assert str(caught.value) == message
 
 
 def test_a_decoder_that_cannot_work_token_by_token_is_refused(tmp_path: Path) -> None:

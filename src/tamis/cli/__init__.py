@@ -5,10 +5,13 @@ Nothing heavy is imported here: `tamis --help` and `--version` answer without lo
 
 import contextlib
 import os
+import signal
 import sys
+import threading
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from types import FrameType
 
 __all__ = ["CommonOptions", "main"]
 
@@ -33,18 +36,25 @@ class CommonOptions:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `tamis` with the arguments `argv` (None: those of the process) and return the exit code.
 
-    0: done. 1: a bug. 2: an error, printed in one line. 130: interrupted. 141: the output's reader went away.
+    0: done. 1: a bug. 2: an error, printed in one line. 130: interrupted. 141: the output's reader went away. 128 + its
+    number: ended by SIGTERM or SIGHUP.
     """
     options = CommonOptions()
     # OpenMP reads this when torch is loaded. Threads that spin while they wait for each other make a step more than ten
     # times slower as soon as anything else runs on the machine.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    # The tokenizers library's own report of what becomes an error message here.
+    os.environ.setdefault("RUST_BACKTRACE", "0")
     try:
-        from tamis.cli.app import run  # here, so that Ctrl-C during imports ends as cleanly as later
+        with _ending_cleanly():
+            from tamis.cli.app import run  # here, so that Ctrl-C during imports ends as cleanly as later
 
-        code = run(sys.argv[1:] if argv is None else argv, options)
-        if sys.stdout is not None:
-            sys.stdout.flush()
+            code = run(sys.argv[1:] if argv is None else argv, options)
+            if sys.stdout is not None:
+                sys.stdout.flush()
+    except _EndedError as ended:
+        _say(f"ended by {ended.signal.name}", options)
+        return 128 + ended.signal
     except KeyboardInterrupt:
         _say("interrupted", options)
         return EXIT_INTERRUPTED
@@ -55,6 +65,36 @@ def main(argv: Sequence[str] | None = None) -> int:
         message, code = describe(error)
         _say(f"error: {message}", options)
     return code
+
+
+class _EndedError(BaseException):
+    """Somebody wants the process to end; like KeyboardInterrupt, it passes what handles errors."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.signal = signal.Signals(number)
+
+
+@contextlib.contextmanager
+def _ending_cleanly() -> Iterator[None]:
+    """SIGTERM and SIGHUP raise _EndedError inside the block: child processes are ended and temporary files removed."""
+    numbers = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
+    in_main_thread = threading.current_thread() is threading.main_thread()  # elsewhere Python refuses handlers
+    # Whoever ignores a signal (nohup) or handles it knows why.
+    numbers = [number for number in numbers if in_main_thread and signal.getsignal(number) is signal.SIG_DFL]
+
+    def end(number: int, _frame: FrameType | None) -> None:
+        for other in numbers:  # once is enough: a second one must not keep the first from cleaning up
+            signal.signal(other, signal.SIG_IGN)
+        raise _EndedError(number)
+
+    try:
+        for number in numbers:
+            signal.signal(number, end)
+        yield
+    finally:
+        for number in numbers:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def describe(error: Exception) -> tuple[str, int]:

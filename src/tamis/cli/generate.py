@@ -1,7 +1,6 @@
 """`tamis generate`: answer one prompt."""
 
 import sys
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -20,6 +19,7 @@ from tamis.cli.options import (
     PageSize,
     Prompt,
     PromptFile,
+    Quant,
     Quiet,
     Raw,
     Seed,
@@ -34,7 +34,7 @@ from tamis.cli.options import (
 from tamis.cli.output import print_json
 from tamis.cli.prompt import read_prompt
 from tamis.cli.reply import Reply, closing_lines, figures
-from tamis.errors import RequestError
+from tamis.errors import RequestError, TokenizerError
 from tamis.request import FinishReason, SamplingParams
 from tamis.units import format_size
 
@@ -61,6 +61,7 @@ def generate(
     page_size: PageSize = None,
     kv_budget: KVBudget = None,
     max_batch_tokens: MaxBatchTokens = 512,
+    quant: Quant = "auto",
     threads: Threads = None,
     as_json: AsJson = False,
     quiet: Quiet = False,
@@ -76,12 +77,15 @@ def generate(
     _check(raw=raw, system=system, logprobs=logprobs, as_json=as_json)
     text = read_prompt(prompt, file)
     settings = {"dtype": dtype, "kv_dtype": kv_dtype, "page_size": page_size, "kv_budget": kv_budget,
-                "max_batch_tokens": max_batch_tokens, "threads": threads}  # fmt: skip
+                "max_batch_tokens": max_batch_tokens, "quant": quant, "threads": threads}  # fmt: skip
     with _load(model, settings, quiet=quiet) as llm:
+        ids = _encode(llm, text, system, raw=raw)
+        events = llm.stream(ids, llm.default_sampling(**sampling))
         if not quiet:
-            _say(_room(llm))
-        ids = llm.encode(text) if raw else llm.tokenizer.encode_chat(_messages(text, system))
-        reply, facts = _answer(llm, ids, llm.default_sampling(**sampling), show=_ignore if as_json else _write)
+            _say(_room(llm))  # not before the request is accepted: an error is the only line
+        reply = Reply(prompt_tokens=len(ids))
+        reply.follow(events, show=_ignore if as_json else _write)
+        facts = figures(reply, llm.stats, llm.layout.bytes_per_page)
         if as_json:
             print_json({"model": model or "smollm2-135m", "text": reply.text, **_tokens(llm, reply), **facts})
         elif not reply.text.endswith("\n"):
@@ -110,17 +114,17 @@ def _load(model: str | None, settings: dict[str, Any], *, quiet: bool) -> "LLM":
         progress.finish()  # also where loading was interrupted
 
 
-def _messages(text: str, system: str | None) -> list[dict[str, str]]:
+def _encode(llm: "LLM", text: str, system: str | None, *, raw: bool) -> list[int]:
+    """The token ids of the prompt. Raises TokenizerError, naming the way out where there is no chat template."""
+    if raw:
+        return llm.encode(text)
     first = [] if system is None else [{"role": "system", "content": system}]
-    return [*first, {"role": "user", "content": text}]
-
-
-def _answer(
-    llm: "LLM", ids: list[int], sampling: SamplingParams, show: Callable[[str], None]
-) -> tuple[Reply, dict[str, Any]]:
-    reply = Reply(prompt_tokens=len(ids))
-    reply.follow(llm.stream(ids, sampling), show)
-    return reply, figures(reply, llm.stats, llm.layout.bytes_per_page)
+    try:
+        return llm.tokenizer.encode_chat([*first, {"role": "user", "content": text}])
+    except TokenizerError as error:
+        if llm.tokenizer.has_chat_template:
+            raise
+        raise TokenizerError(f"{error}; --raw continues the prompt as it is") from error
 
 
 def _tokens(llm: "LLM", reply: Reply) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """`tamis inspect`: which layer is what, and what it keeps in the KV pool."""
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from itertools import groupby
 from typing import TYPE_CHECKING, Annotated, Any
@@ -46,12 +47,12 @@ def inspect(
 def describe_layer(config: "ModelConfig", layout: "KVLayout", layer_id: int) -> dict[str, Any]:
     """One layer: its kind, the shape a token has in each plane, the bytes it takes there, and the MLP."""
     planes = {plane: list(layout.row_shape(plane)) for plane in layout.planes(layer_id)}
-    alone = dataclasses.replace(layout, start_layer=layer_id, end_layer=layer_id + 1)
+    sizes = (math.prod(shape) * layout.plane_dtype(plane).itemsize for plane, shape in planes.items())
     return {
         "layer": layer_id,
         "kind": layout.kind(layer_id).value,
         "planes": planes,
-        "bytes_per_token": alone.bytes_per_token["total"],
+        "bytes_per_token": sum(sizes),
         "mlp": _mlp(config, layer_id),
     }
 

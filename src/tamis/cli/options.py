@@ -85,4 +85,8 @@ KVBudget = Annotated[
             "what four full contexts take."),
 ]  # fmt: skip
 MaxBatchTokens = Annotated[int, _option("--max-batch-tokens", "N", "Tokens computed in one step at most.")]
+Quant = Annotated[
+    str,
+    _option("--quant", "FORMAT", "Store weights in int8, int4 or as they are (none). auto: as the checkpoint does."),
+]
 Threads = Annotated[int | None, _option("--threads", "N", "CPU threads. Default: as many as torch takes.")]

@@ -5,12 +5,15 @@ from pathlib import Path
 
 from tamis.errors import EmptyPromptError, RequestError
 
+MAX_BYTES = 64 << 20
+"""Of a prompt from a file: many times what any model's context holds. /dev/zero has no end."""
+
 
 def read_prompt(prompt: str | None, file: str | None) -> str:
     """The text of `--prompt`, or of the file `--file` names (- is standard input), without a byte order mark.
 
-    Raises RequestError unless exactly one is given and it is UTF-8, EmptyPromptError where there is no text, OSError
-    where the file cannot be read.
+    Raises RequestError unless exactly one is given and it is UTF-8 of at most MAX_BYTES, EmptyPromptError where there
+    is no text, OSError where the file cannot be read.
     """
     if (prompt is None) == (file is None):
         more = ", not both" if prompt is not None else "; --file - reads standard input"
@@ -34,9 +37,15 @@ def _checked(prompt: str) -> str:
 
 
 def _decoded(file: str) -> str:
-    content = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
+    name = "standard input" if file == "-" else file
+    if file == "-":
+        content = sys.stdin.buffer.read(MAX_BYTES + 1)
+    else:
+        with Path(file).open("rb") as opened:
+            content = opened.read(MAX_BYTES + 1)
+    if len(content) > MAX_BYTES:
+        raise RequestError(f"{name} has more than {MAX_BYTES} bytes, too many for a prompt")
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        name = "standard input" if file == "-" else file
         raise RequestError(f"{name} is not UTF-8 text: byte {error.start} is {content[error.start]:#04x}") from error

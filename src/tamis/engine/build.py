@@ -3,6 +3,8 @@
 import logging
 from collections.abc import Sequence
 
+import torch
+
 from tamis.config import KV_DTYPES, EngineConfig
 from tamis.engine.engine import Engine
 from tamis.engine.memory import build_pool, resolve
@@ -28,12 +30,15 @@ def build_engine(
     config = load_config(source)
     settings = resolve(settings, config)
     tokenizer = load_tokenizer(source)
-    model = load_model(source, config, dtype=KV_DTYPES[settings.dtype], progress=progress)
+    torch.set_num_threads(settings.threads or 1)
+    model = load_model(source, config, dtype=KV_DTYPES[settings.dtype], quant=settings.quant, progress=progress)
     pool = build_pool(settings, config)
-    ops, reason = choose_ops(settings.device)
+    ops, reason = choose_ops(settings)
     logger.info("%s in %s with %s kernels: %s", source.name, settings.dtype, ops.name, reason)
+    runner = Runner(model, pool, ops, settings.device)
+    runner.warm_up()
     return Engine(
-        Runner(model, pool, ops, settings.device),
+        runner,
         max_batch_tokens=settings.max_batch_tokens,
         max_num_seqs=settings.max_num_seqs,
         tokenizer=tokenizer,

@@ -1,8 +1,9 @@
 """Chat messages to prompt text, through the model's own Jinja template.
 
-Templates come with models and are not trusted: they run in Jinja's immutable sandbox. What they may use beyond Jinja
-is what model authors rely on: raise_exception, strftime_now, tojson without HTML escapes, loop controls, the
-`{% generation %}` tag (which only marks text for training), and the model's special tokens by name (bos_token, ...).
+Templates come with models and are not trusted: they run in a sandbox with a budget (`template_sandbox`). What they may
+use beyond Jinja is what model authors rely on: raise_exception, strftime_now, tojson without HTML escapes, loop
+controls, the `{% generation %}` tag (which only marks text for training), and the model's special tokens by name
+(bos_token, ...).
 """
 
 import json
@@ -14,8 +15,8 @@ import jinja2
 from jinja2 import nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from tamis.engine.template_sandbox import MAX_CHARS, TemplateSandbox
 from tamis.errors import RequestError, TokenizerError
 
 
@@ -47,14 +48,15 @@ class ChatTemplates:
 
         Content is text, or a list of text parts ({"type": "text", "text": ...}), which are joined by line ends. It may
         be absent only beside tool_calls. `extra` (tools, enable_thinking, ...) is handed to the template. Raises
-        RequestError where the messages are not of that form or the template refuses them, TokenizerError where there is
-        no template or it fails.
+        RequestError where the messages are not of that form, too long, or the template refuses them; TokenizerError
+        where there is no template, or it fails or takes too much time or memory.
         """
         plain = check_messages(messages)
-        template = self._template("tool_use" if extra.get("tools") and "tool_use" in self.templates else "default")
+        name = "tool_use" if extra.get("tools") and "tool_use" in self.templates else "default"
+        template = self._template(name)
         values = {**self.special_tokens, **extra, "messages": plain, "add_generation_prompt": add_generation_prompt}
         try:
-            return template.render(values)
+            return self._environment.render(template, values, len(self.templates[name]))
         except _RefusedError as error:
             raise RequestError(f"the chat template refuses these messages: {_line(error)}") from None
         except Exception as error:
@@ -67,10 +69,13 @@ class ChatTemplates:
                 others = f" called {name!r} (only {', '.join(sorted(self.templates))})" if self.templates else ""
                 raise TokenizerError(f"{self.origin}: the model has no chat template{others}")
             try:
-                self._compiled[name] = self._environment.from_string(self.templates[name])
+                self._compiled[name] = self._environment.compile_template(self.templates[name])
             except jinja2.TemplateSyntaxError as error:
                 message = f"the chat template is malformed at line {error.lineno}: {_line(error)}"
                 raise TokenizerError(f"{self.origin}: {message}") from error
+            except Exception as error:
+                # Jinja and Python give up in many ways: nesting, numbers of thousands of digits, break outside a loop.
+                raise TokenizerError(f"{self.origin}: the chat template is malformed: {_line(error)}") from error
         return self._compiled[name]
 
 
@@ -83,7 +88,11 @@ def check_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
         raise RequestError(f"messages must be a list of {{role, content}}, not {type(messages).__name__}")
     if not messages:
         raise RequestError("messages is empty")
-    return [_plain_message(message, f"messages[{place}]") for place, message in enumerate(messages)]
+    plain = [_plain_message(message, f"messages[{place}]") for place, message in enumerate(messages)]
+    length = sum(len(message.get("content", "")) for message in plain)
+    if length > MAX_CHARS:
+        raise RequestError(f"the messages have {length} characters, more than {MAX_CHARS}")
+    return plain
 
 
 def _plain_message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -128,11 +137,11 @@ class _GenerationTag(Extension):
         return nodes.Scope(body, lineno=line)
 
 
-def _environment(now: Callable[[], datetime]) -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
+def _environment(now: Callable[[], datetime]) -> TemplateSandbox:
+    environment = TemplateSandbox(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, "jinja2.ext.loopcontrols"]
     )
-    environment.filters["tojson"] = _to_json
+    environment.filters["tojson"] = environment.guarded("tojson", _to_json)
     environment.globals["raise_exception"] = _refuse
     environment.globals["strftime_now"] = lambda form: now().strftime(form)
     return environment

@@ -83,6 +83,7 @@ class Engine:
         )
         self.allocator = PageAllocator(pool.num_pages)
         self.scheduler = Scheduler(self.limits, max_batch_tokens=max_batch_tokens)
+        self.signals = runner.signals
         self._requests: dict[int, RequestState] = {}
         self._ids = itertools.count()
         self._events: list[EngineEvent] = []
@@ -101,8 +102,8 @@ class Engine:
     def add_request(self, request: Request, on_prefill: Callable[[int], None] | None = None) -> int:
         """Queue a request; returns the id under which its events come.
 
-        `on_prefill` is told, step by step, how many prompt tokens were computed. Raises EngineClosedError, and what
-        `Limits.check` raises, before anything is queued.
+        `on_prefill` is told, step by step, how many prompt tokens were computed; what it raises ends its request.
+        Raises EngineClosedError, and what `Limits.check` raises, before anything is queued.
         """
         if self._closed:
             raise EngineClosedError("the engine is closed")
@@ -119,20 +120,20 @@ class Engine:
         """Compute one batch; returns what happened since the last call.
 
         Where the batch fails, its requests end with an event that carries the error, their pages come back, and the
-        engine goes on.
+        engine goes on. An interrupt (KeyboardInterrupt) comes out between two layers of the model; the step is taken back
+        then, and the requests go on with the next one.
         """
-        chunks = self.scheduler.schedule()
-        if chunks:
-            started = time.perf_counter()
-            try:
-                logits = self.runner.run(self._batch(chunks))
-                self._commit(chunks, logits, self._sample(chunks, logits))
-            except BaseException as error:
-                self._fail(chunks, error)
-                if not isinstance(error, Exception):
-                    raise
-            self._counts.add(chunks, time.perf_counter() - started)
-        return self.take_events()
+        with self.signals:
+            chunks = self.scheduler.schedule()
+            if chunks:
+                started = time.perf_counter()
+                try:
+                    logits = self._compute(chunks)
+                    self._commit(chunks, logits, self._sample(chunks, logits))
+                except Exception as error:
+                    self._fail(chunks, error)
+                self._counts.add(chunks, time.perf_counter() - started)
+            return self.take_events()
 
     def take_events(self) -> list[EngineEvent]:
         """What happened since this or `step` was last called: the ends that `abort` and `close` caused."""
@@ -153,6 +154,7 @@ class Engine:
         self._closed = True
         for request_id in list(self._requests):
             self.abort(request_id)
+        self.runner.close()
 
     @property
     def pages_used(self) -> int:
@@ -196,9 +198,20 @@ class Engine:
             detokenizer=None
             if tokenizer is None
             else Detokenizer(tokenizer, sampling.stop_strings, continues=request.continues),
-            stop_ids=ends | frozenset(sampling.stop_token_ids),
+            stop_ids=ends | frozenset(sampling.stop_ids),
             max_tokens=max_tokens,
         )
+
+    def _compute(self, chunks: list[Chunk]) -> Tensor:
+        """The step's logits. After an interrupt nothing has changed."""
+        batch = self._batch(chunks)
+        try:
+            return self.runner.run(batch)
+        except BaseException as error:
+            if not isinstance(error, Exception):
+                for chunk in chunks:
+                    chunk.sample.table.trim(len(chunk.token_ids))
+            raise
 
     def _batch(self, chunks: list[Chunk]) -> Batch:
         """The plain data of a step; takes the pages its tokens need."""
@@ -248,7 +261,11 @@ class Engine:
     def _advance_prompt(self, chunk: Chunk, logits: Tensor) -> None:
         request = chunk.request
         request.computed += len(chunk.token_ids)
-        request.on_prefill(len(chunk.token_ids))
+        try:
+            request.on_prefill(len(chunk.token_ids))
+        except Exception as error:
+            self._end(request, FinishReason.ERROR, error)
+            return
         asked = request.sampling.prompt_logprobs
         if asked is not None:
             following = request.prompt[chunk.start + 1 : request.computed + 1]

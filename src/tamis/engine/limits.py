@@ -52,13 +52,19 @@ class Limits:
         if sampling.max_tokens is not None:
             return min(prompt_tokens + sampling.max_tokens, self.context_length)
         shared = prompt_tokens // self.page_size
-        room = (shared + (self.num_pages - shared) // sampling.n) * self.page_size
+        room = (shared + (self.num_pages - shared) // sampling.n) * self.page_size + 1
         return max(prompt_tokens + 1, min(room, self.context_length))
 
     def pages_needed(self, prompt_tokens: int, max_length: int, samples: int) -> int:
-        """Pages that `samples` continuations of one prompt hold at most: they share its full pages and nothing else."""
+        """Pages that `samples` continuations of one prompt hold at most: they share its full pages and nothing else.
+
+        The last token of `max_length` is generated, but never computed on: it needs no room.
+        """
+        kept = max_length - 1
         shared = prompt_tokens // self.page_size
-        return shared + (-(-max_length // self.page_size) - shared) * samples
+        each = -(-kept // self.page_size) - shared
+        # With one token to generate nobody writes behind the prompt, so that its last page is shared as well.
+        return shared + each * (samples if kept > prompt_tokens else 1)
 
     def _token_ids(self, prompt: Sequence[int]) -> tuple[int, ...]:
         if isinstance(prompt, str | bytes) or not isinstance(prompt, Iterable):

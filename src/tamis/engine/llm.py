@@ -1,16 +1,16 @@
 """The library's front door: a model, its engine and its tokenizer behind a few blocking calls."""
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-import torch
-
 from tamis.config import EngineConfig, GenerationDefaults, ModelConfig
 from tamis.engine.build import build_engine
-from tamis.engine.engine import Engine, EngineStats
+from tamis.engine.engine import Engine, EngineEvent, EngineStats
+from tamis.engine.prefill_report import PrefillReport
 from tamis.engine.tokenizer import Tokenizer
 from tamis.engine.worker import Worker
 from tamis.errors import ConfigError, EngineClosedError, RequestError, SamplingError, TokenizerError
@@ -18,7 +18,7 @@ from tamis.kv import KVLayout, SparseKVPool
 from tamis.models import load_generation_defaults, resolve
 from tamis.progress import NoProgress, Progress
 from tamis.request import Completion, Request, SamplingParams, TokenEvent
-from tamis.units import parse_size
+from tamis.units import parse_size, show
 
 Message = Mapping[str, Any]
 """A chat message: "role", "content", and whatever else the model's template reads."""
@@ -35,7 +35,7 @@ class LLM:
 
     def __init__(
         self,
-        model: str | None = None,
+        model: str | Path | None = None,
         *,
         dtype: str = "auto",
         kv_dtype: str = "auto",
@@ -44,16 +44,20 @@ class LLM:
         max_batch_tokens: int = 512,
         max_num_seqs: int = 64,
         device: str = "auto",
+        quant: str = "auto",
         threads: int | None = None,
+        kernels: str = "auto",
         progress: Progress | None = None,
     ) -> None:
         """Load `model`: a directory, a .gguf file, a hub name, or None for the built-in model.
 
-        The settings are those of `EngineConfig`; `kv_budget` may be written "2GiB". `threads` sets how many threads
-        torch computes with, in the whole process. `progress` is told of downloads, loading and prompts.
+        The settings are those of `EngineConfig`; `kv_budget` may be written "2GiB". `threads` counts for the
+        whole process. `progress` is told of downloads, loading and prompts.
 
         Raises ModelNotFoundError, DownloadError, ConfigError, WeightError or TokenizerError.
         """
+        if not isinstance(model, str | Path | None):
+            raise ConfigError(f"model={show(model)} is not a name or a path")
         settings = EngineConfig(
             dtype=dtype,
             kv_dtype=kv_dtype,
@@ -62,10 +66,11 @@ class LLM:
             max_batch_tokens=max_batch_tokens,
             max_num_seqs=max_num_seqs,
             device=device,
+            quant=quant,
+            threads=threads,
+            kernels=kernels,
         )
-        if threads is not None:
-            _set_threads(threads)
-        source = resolve(model, progress=progress)
+        source = resolve(None if model is None else str(model), progress=progress)
         defaults, end_ids = load_generation_defaults(source)
         self._set_up(build_engine(source, settings, end_ids, progress), defaults, progress)
 
@@ -95,6 +100,8 @@ class LLM:
         one of its kinds) before any work where a prompt cannot be run, and what a failing step raised.
         """
         worker = self._open()
+        if not isinstance(prompts, Iterable) or isinstance(prompts, bytes | Mapping):
+            raise RequestError(f"prompts={show(prompts)} is not text, a list of texts or a list of lists of token ids")
         listed: list[Prompt] = [prompts] if isinstance(prompts, str) else list(prompts)
         params = self._sampling_for(len(listed), sampling)
         requests = [
@@ -140,10 +147,16 @@ class LLM:
         return SamplingParams(**{name: value for name, value in given.items() if value is not None} | changes)
 
     def close(self) -> None:
-        """Abort what runs and release model and pool; every later call raises EngineClosedError."""
-        worker, self._worker = self._worker, None
+        """Abort what runs and release model and pool; every later call raises EngineClosedError.
+
+        A step that is being taken ends first. In a signal's handler that interrupted a step, `close` returns at once,
+        and the rest happens as soon as the step has ended.
+        """
+        worker = self._worker
         if worker is not None:
-            worker.close()
+            with worker.signals:
+                self._worker = None
+                worker.close()
 
     def __enter__(self) -> Self:
         self._open()
@@ -217,76 +230,39 @@ class LLM:
 
     def _run(self, worker: Worker, requests: Sequence[Request]) -> list[Completion]:
         done: dict[tuple[int, int], Completion] = {}
-        with (
-            _Prefill(self._progress, self._reporting, requests) as prefill,
-            worker.running(requests, prefill.advance) as ids,
-        ):
-            order = [(key, index) for key, r in zip(ids, requests, strict=True) for index in range(r.sampling.n)]
-            while len(done) < len(order):
-                for event in worker.next_events(ids):
-                    if event.error is not None:
-                        raise event.error
-                    if event.completion is not None:
-                        done[event.request_id, event.token.index] = event.completion
-        return [done[key] for key in order]
+        # One gate around it all: an interrupt finds no moment in which requests are queued and nobody's.
+        with worker.signals, closing(self._follow(worker, requests)) as events:
+            for place, event in events:
+                if event.completion is not None:
+                    done[place, event.token.index] = event.completion
+        return [done[key] for key in sorted(done)]
 
     def _events(self, worker: Worker, request: Request) -> Iterator[TokenEvent]:
-        left = request.sampling.n
-        with (
-            _Prefill(self._progress, self._reporting, [request]) as prefill,
-            worker.running([request], prefill.advance) as ids,
-        ):
+        with closing(self._follow(worker, [request])) as events:
+            for _, event in events:
+                yield event.token
+
+    def _follow(self, worker: Worker, requests: Sequence[Request]) -> Generator[tuple[int, EngineEvent], None, None]:
+        """Every event of `requests`, each with its request's place among them; raises the error of one that failed."""
+        prefill = PrefillReport(self._progress, self._reporting, worker.signals, requests)
+        ids: list[int] = []
+        left = sum(request.sampling.n for request in requests)
+        try:
+            if left:
+                prefill.start()
+                worker.submit(requests, ids)
+            places = {request_id: place for place, request_id in enumerate(ids)}
             while left:
-                for event in worker.next_events(ids):
+                for event in worker.next_events(ids, prefill.advance):
                     if event.error is not None:
                         raise event.error
                     left -= event.completion is not None
-                    yield event.token
-
-    @contextmanager
-    def _running(self, worker: Worker, requests: Sequence[Request]) -> Iterator[list[int]]:
-        """The ids of requests that run inside the block and end with it; how far their prompts are is reported."""
-        prompts = _Prefill(self._progress, self._reporting, requests)
-        with prompts, worker.running(requests, prompts.advance) as ids:
-            yield ids
-
-
-class _Prefill:
-    """Shows how far the prompts of one call are, and is done as soon as they are.
-
-    A Progress hears of one task at a time: while one call holds `reporting`, the prompts of others are not shown.
-    """
-
-    def __init__(self, progress: Progress, reporting: threading.Lock, requests: Sequence[Request]) -> None:
-        self._progress, self._reporting = progress, reporting
-        self._left = sum(len(request.prompt_token_ids) for request in requests)
-
-    def __enter__(self) -> Self:
-        if self._left and self._reporting.acquire(blocking=False):
-            self._progress.start("reading the prompt", self._left, "tokens")
-        else:
-            self._left = 0
-        return self
-
-    def advance(self, tokens: int) -> None:
-        """`tokens` more are in the pool."""
-        if self._left:
-            self._progress.advance(tokens)
-            self._left -= tokens
-            if not self._left:
-                self._finish()
-
-    def __exit__(self, *_: object) -> None:
-        if self._left:
-            self._left = 0
-            self._finish()
-
-    def _finish(self) -> None:
-        self._reporting.release()
-        self._progress.finish()
-
-
-def _set_threads(threads: int) -> None:
-    if isinstance(threads, bool) or not isinstance(threads, int) or threads < 1:
-        raise ConfigError(f"threads={threads!r} must be a whole number of at least 1")
-    torch.set_num_threads(threads)
+                    yield places[event.request_id], event
+        finally:
+            try:
+                prefill.finish()
+                worker.abort(ids)
+            except BaseException:  # perhaps a signal's handler, before either had begun
+                prefill.finish()
+                worker.abort(ids)
+                raise

@@ -126,16 +126,23 @@ def resolve(engine: EngineConfig, config: ModelConfig) -> EngineConfig:
         kv_dtype=dtype if engine.kv_dtype == "auto" else engine.kv_dtype,
         page_size=resolve_page_size(engine.page_size, config),
         device="cpu",
+        threads=engine.threads or torch.get_num_threads(),
     )
 
 
 def kv_budget(engine: EngineConfig, layout: KVLayout, context_length: int, available: int) -> int:
     """Bytes for usable pages: the given budget, else half of `available`, but no more than four full contexts take.
 
+    A given budget is taken as it is; where it is more than `available`, that is logged.
     Raises ConfigError naming both numbers where that is less than one page.
     """
     if engine.kv_budget is not None:
         budget, origin = engine.kv_budget, "kv_budget"
+        if budget > available:
+            logger.warning(
+                "kv_budget=%d (%s) is more than the %d bytes (%s) of memory that are available",
+                budget, format_size(budget), available, format_size(available),
+            )  # fmt: skip
     else:
         contexts = DEFAULT_CONTEXTS * -(-context_length // layout.page_size) * layout.bytes_per_page
         budget, origin = min(int(available * MEMORY_SHARE), contexts), "the memory available for the KV pool"

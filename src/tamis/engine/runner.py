@@ -4,10 +4,14 @@ import torch
 from torch import Tensor
 
 from tamis.engine.batch import Batch
-from tamis.kernels import AttentionBatch, Ops
+from tamis.engine.signals import SignalGate
+from tamis.kernels import AttentionBatch, Ops, choose_model_ops
 from tamis.kv import SparseKVPool
 from tamis.models.attention import StepContext
 from tamis.models.decoder import CausalLM
+
+WARM_UP_TOKENS = 32
+"""More rows than any kernel for few rows takes."""
 
 
 def attention_batch(batch: Batch, device: torch.device | str = "cpu") -> AttentionBatch:
@@ -28,17 +32,33 @@ class Runner:
     def __init__(self, model: CausalLM, pool: SparseKVPool, ops: Ops, device: torch.device | str = "cpu") -> None:
         self.model, self.pool, self.ops = model, pool, ops
         self.device = device
+        self.model_ops = choose_model_ops(ops)
+        self.signals = SignalGate()
 
     @torch.inference_mode()
     def run(self, batch: Batch) -> Tensor:
         """One forward pass: fp32 logits [R, vocab_size], a row for each of `batch.logit_rows`.
 
+        Where `signals` is shut, handlers that wait run between two layers; what they raise comes out here.
         Raises SlotError, before anything is written, where a slot lies outside the pool.
         """
         slots = self.pool.check_loc(self._ints(batch.slots))
-        step = StepContext(self.pool, self.ops, attention_batch(batch, self.device), slots)
+        step = StepContext(self.pool, self.ops, attention_batch(batch, self.device), slots, self.model_ops,
+                           self.signals.deliver)  # fmt: skip
         logits: Tensor = self.model(self._ints(batch.token_ids), step, self._ints(batch.logit_rows))
         return logits
+
+    def warm_up(self) -> None:
+        """Compile what the model's kernels need, by running a few tokens on the pool's padding page."""
+        page_size = self.pool.layout.page_size
+        for tokens in (1, WARM_UP_TOKENS):
+            batch = Batch()
+            batch.add([0] * tokens, 0, [t % page_size for t in range(tokens)], [0] * -(-tokens // page_size), 1)
+            self.run(batch)
+
+    def close(self) -> None:
+        """End what the kernels keep running."""
+        self.ops.close()
 
     def _ints(self, values: list[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self.device)

@@ -45,7 +45,7 @@ class SamplerRow:
         self._random = random.Random() if params.seed is None else random.Random(_mix(params.seed, index))
         penalised = params.repetition_penalty != 1
         self._repeated = dict.fromkeys(prompt_ids) if penalised else {}
-        self.plain = params.greedy and params.logprobs is None and not params.logit_bias and not self.has_penalties
+        self.plain = params.greedy and params.logprobs is None and not params.biases and not self.has_penalties
 
     @property
     def has_penalties(self) -> bool:
@@ -90,7 +90,7 @@ def sample(logits: Tensor, rows: Sequence[SamplerRow]) -> list[Sampled | TamisEr
 
 def check_token_ids(params: SamplingParams, vocab_size: int) -> None:
     """Raise TokenRangeError where logit_bias or stop_token_ids name a token outside the vocabulary."""
-    for name, ids in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
+    for name, ids in (("logit_bias", params.biases), ("stop_token_ids", params.stop_ids)):
         for token in ids:
             if not 0 <= token < vocab_size:
                 raise TokenRangeError(f"{name} holds token {token}, outside the vocabulary of {vocab_size} tokens")
@@ -126,11 +126,11 @@ def _sample_row(logits: Tensor, row: SamplerRow) -> Sampled:
 def _adjusted(raw: Tensor, row: SamplerRow) -> Tensor:
     """The logits after bias and penalties (vLLM's definitions), fp32 [V]; `raw` stays as it is."""
     params = row.params
-    if not params.logit_bias and not row.has_penalties:
+    if not params.biases and not row.has_penalties:
         return raw
     logits = raw.clone()
-    if params.logit_bias:
-        ids, biases = _ids(list(params.logit_bias), raw), list(params.logit_bias.values())
+    if params.biases:
+        ids, biases = _ids(list(params.biases), raw), list(params.biases.values())
         before = logits[ids]
         biased = before + torch.tensor(biases, dtype=torch.float32, device=raw.device)
         # What the model rules out stays out, under a bias of +inf too.

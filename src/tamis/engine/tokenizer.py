@@ -1,6 +1,7 @@
 """Text to token ids and back, for every kind of tokenizer a model may bring."""
 
-from collections.abc import Iterable, Mapping, Sequence
+import operator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Self
 
@@ -10,10 +11,11 @@ from tamis.engine.chat_template import ChatTemplates
 from tamis.engine.gguf_tokenizer import read_gguf_tokenizer
 from tamis.engine.token_text import TextDecoder, TokenTexts
 from tamis.engine.tokenizer_files import read_tokenizer_files
-from tamis.engine.tokenizer_parts import TokenizerParts
-from tamis.errors import RequestError, TokenizerError
+from tamis.engine.tokenizer_parts import TokenizerParts, library_errors
+from tamis.errors import RequestError, TokenizerError, TokenRangeError
 from tamis.models.gguf_file import GGUFFile
 from tamis.models.hub import ModelSource
+from tamis.units import show
 
 
 class Tokenizer:
@@ -46,26 +48,31 @@ class Tokenizer:
         """The token ids of `text`, with what the model wants before and after unless told otherwise.
 
         Special tokens written out in `text` become those tokens; with `parse_special=False` they are read as ordinary
-        text. Raises RequestError where `text` is not text or holds half a surrogate pair.
+        text. Raises RequestError where `text` is not text or holds half a surrogate pair, TokenizerError where the
+        tokenizer fails on it: an unknown word and no token for that, a pattern that takes too long.
         """
         if not isinstance(text, str):
             raise RequestError(f"the prompt must be text, not {type(text).__name__}")
         backend = self._backend if parse_special else self._literal_backend
-        try:
-            ids: list[int] = backend.encode(text, add_special_tokens=False).ids
-        except (UnicodeEncodeError, TypeError):
-            place = next((i for i, char in enumerate(text) if "\ud800" <= char <= "\udfff"), None)
-            if place is None:
-                raise
-            raise RequestError(f"the prompt's character {place} is {text[place]!a}, half a surrogate pair") from None
+        with library_errors(f"{self.origin}: the tokenizer failed on this text"):
+            try:
+                ids: list[int] = backend.encode(text, add_special_tokens=False).ids
+            except (UnicodeEncodeError, TypeError):
+                place = next((i for i, char in enumerate(text) if "\ud800" <= char <= "\udfff"), None)
+                if place is None:
+                    raise
+                raise RequestError(
+                    f"the prompt's character {place} is {text[place]!a}, half a surrogate pair"
+                ) from None
         return [*self.prefix_ids, *ids, *self.suffix_ids] if add_special_tokens else ids
 
     def decode(self, token_ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
         """The text of `token_ids`: their bytes as UTF-8, U+FFFD where they are not; ids without a token add nothing.
 
-        A SentencePiece model's space before the first word is dropped. Raises TokenRangeError for negative ids.
+        A SentencePiece model's space before the first word is dropped. Raises RequestError for what is no list of ids,
+        TokenRangeError for what can be no id in it.
         """
-        return self.text_decoder(skip_special_tokens=skip_special_tokens).decode(token_ids)
+        return self.text_decoder(skip_special_tokens=skip_special_tokens).decode(_plain_ids(token_ids))
 
     def text_decoder(self, *, skip_special_tokens: bool = True, continues: bool = False) -> TextDecoder:
         """A decoder for one text whose tokens come one by one."""
@@ -134,6 +141,18 @@ class Tokenizer:
     @cached_property
     def _literal_backend(self) -> tokenizers.Tokenizer:
         """The same vocabulary, blind to special tokens in text. A copy: the setting belongs to the whole object."""
-        copy = tokenizers.Tokenizer.from_str(self._backend.to_str())
-        copy.encode_special_tokens = True
-        return copy
+        with library_errors(f"{self.origin}: the tokenizer cannot be copied"):
+            copy = tokenizers.Tokenizer.from_str(self._backend.to_str())
+            copy.encode_special_tokens = True
+            return copy
+
+
+def _plain_ids(token_ids: Iterable[int]) -> Iterator[int]:
+    if isinstance(token_ids, str | bytes) or not isinstance(token_ids, Iterable):
+        raise RequestError(f"token_ids={show(token_ids)} is not a list of token ids")
+    for token in token_ids:
+        try:
+            value = operator.index(token)
+        except TypeError:
+            raise TokenRangeError(f"{show(token)} is not a token id") from None
+        yield value

@@ -1,14 +1,14 @@
 """Tokenizers from a model directory: tokenizer.json and the files around it."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
 
-from tamis.engine.tokenizer_parts import TokenizerParts
-from tamis.errors import TokenizerError
+from tamis.engine.tokenizer_parts import TokenizerParts, library_errors
+from tamis.errors import ConfigError, ModelNotFoundError, TokenizerError
+from tamis.models.json_fields import read_json_object
 
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _PROBE = "a"
@@ -28,7 +28,8 @@ def read_tokenizer_files(directory: Path) -> TokenizerParts:
         **_special_texts(_read_json(directory / "special_tokens_map.json"), directory / "special_tokens_map.json"),
         **_special_texts(config, directory / "tokenizer_config.json"),
     }
-    prefix, suffix = _affixes(backend)
+    with library_errors(f"{directory}: tokenizer.json cannot be used"):
+        prefix, suffix = _affixes(backend)
     eos = backend.token_to_id(specials["eos_token"]) if "eos_token" in specials else None
     return TokenizerParts(
         backend=backend,
@@ -45,28 +46,22 @@ def _backend(directory: Path) -> Tokenizer:
     path = directory / "tokenizer.json"
     if not path.is_file():
         raise TokenizerError(f"{directory}: there is no tokenizer.json")
-    try:
+    with library_errors(f"{path}: malformed"):
         backend = Tokenizer.from_file(str(path))
-    except Exception as error:
-        # The library raises bare Exceptions for files it cannot read and for JSON it cannot make sense of.
-        raise TokenizerError(f"{path}: malformed: {error}") from error
     # Settings of the run that saved the file, not of the model.
     backend.no_truncation()
     backend.no_padding()
     return backend
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def _read_json(path: Path) -> Mapping[str, Any]:
     """The JSON object in `path`; empty where there is no such file."""
-    try:
-        value = json.loads(path.read_text("utf-8"))
-    except FileNotFoundError:
+    if not path.exists():
         return {}
-    except (OSError, ValueError) as error:
-        raise TokenizerError(f"{path}: malformed: {error}") from error
-    if not isinstance(value, dict):
-        raise TokenizerError(f"{path}: malformed: not a JSON object")
-    return value
+    try:
+        return read_json_object(path).values
+    except (ConfigError, ModelNotFoundError) as error:
+        raise TokenizerError(str(error)) from error
 
 
 def _content(value: Any, what: str) -> str:
@@ -101,7 +96,8 @@ def _add_configured_tokens(backend: Tokenizer, config: Mapping[str, Any], direct
             if isinstance(value, Mapping) and key in value
         }
         add = backend.add_special_tokens if special else backend.add_tokens
-        add([AddedToken(text, special=special, **options)])
+        with library_errors(f"{path}: added token {text!r}"):
+            add([AddedToken(text, special=special, **options)])
         if backend.token_to_id(text) != token_id:
             found = backend.token_to_id(text)
             raise TokenizerError(f"{path}: added token {text!r} has id {token_id}, but tokenizer.json makes it {found}")

@@ -1,9 +1,26 @@
 """What a tokenizer is made of, whichever files it came from."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import tokenizers
+
+from tamis.errors import TamisError, TokenizerError
+
+
+@contextmanager
+def library_errors(what: str) -> Iterator[None]:
+    """Turn what the tokenizers library raises inside the block into TokenizerError, which says `what` first."""
+    try:
+        yield
+    except TamisError:
+        raise
+    except BaseException as error:
+        # It raises bare Exceptions, and where it panics PanicException, which is no Exception and cannot be imported.
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise TokenizerError(f"{what}: {' '.join(str(error).split()) or type(error).__name__}") from error
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ TamisError
 │   ├── SamplingError                       a sampling parameter out of its range
 │   ├── EmptyPromptError
 │   ├── TokenRangeError                     token id outside the vocabulary
-│   ├── PromptTooLongError                  prompt + output longer than the model's context
+│   ├── PromptTooLongError                  prompt that leaves no room in the model's context
 │   └── NeverFitsError                      needs more pages than the whole pool has
 ├── LogitsError (RuntimeError)              the model gave logits that nothing can be sampled from
 ├── LayerError (ValueError)                 a layer id the pool or layout cannot serve
@@ -115,7 +115,7 @@ class TokenRangeError(RequestError):
 
 
 class PromptTooLongError(RequestError):
-    """Prompt and output together exceed the model's context."""
+    """The prompt alone fills the model's context or exceeds it; output is cut down to the room there is."""
 
 
 class NeverFitsError(RequestError):

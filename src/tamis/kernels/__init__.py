@@ -1,11 +1,31 @@
 """Kernels over the paged pool: one `Ops` protocol, backends chosen once. `reference` is the specification."""
 
+from tamis.config import EngineConfig
+from tamis.kernels.dense import TorchModelOps
+from tamis.kernels.linear import ModelOps
 from tamis.kernels.ops import AttentionBatch, Ops, combine_partials
 from tamis.kernels.reference import ReferenceOps
 
-__all__ = ["AttentionBatch", "Ops", "ReferenceOps", "choose_ops", "combine_partials"]
+__all__ = ["AttentionBatch", "Ops", "ReferenceOps", "choose_model_ops", "choose_ops", "combine_partials"]
 
 
-def choose_ops(device: str) -> tuple[Ops, str]:
-    """The backend for `device` and why it was chosen."""
-    return ReferenceOps(), f"the torch reference is the only backend, on {device}"
+def choose_ops(settings: EngineConfig) -> tuple[Ops, str]:
+    """The backend for these settings, which are resolved, and why it was chosen."""
+    if settings.kernels == "reference":
+        return ReferenceOps(), "it was asked for"
+    # Imported here: tamis.kernels is usable without Numba.
+    from tamis.kernels.cpu.ops import CpuOps
+
+    reason = "it was asked for" if settings.kernels == "cpu" else "the device is a CPU"
+    return CpuOps(settings.threads or 1), reason
+
+
+def choose_model_ops(ops: Ops) -> ModelOps:
+    """What goes with an attention backend for the rest of the model; it shares the backend's threads."""
+    if ops.name != "cpu":
+        return TorchModelOps()
+    from tamis.kernels.cpu.model import CpuModelOps
+    from tamis.kernels.cpu.ops import CpuOps
+
+    assert isinstance(ops, CpuOps)
+    return CpuModelOps(ops.team)

@@ -1,5 +1,6 @@
 """What every backend refuses before it reads or writes: operands that do not fit together."""
 
+import torch
 from torch import Tensor
 
 from tamis.errors import KernelInputError
@@ -11,6 +12,7 @@ def check_write(plane: Tensor, slots: Tensor, values: Tensor) -> None:
 
     A negative slot must never reach torch, which would count it from the end: another sequence's memory.
     """
+    check_ids("slots", slots)
     heads, page_size, dim = plane.shape[1:]
     if slots.dim() != 1 or tuple(values.shape) != (len(slots), heads, dim):
         raise KernelInputError(f"values {shape(values)} do not fit slots {shape(slots)} of a plane {shape(plane)}")
@@ -19,8 +21,15 @@ def check_write(plane: Tensor, slots: Tensor, values: Tensor) -> None:
         raise KernelInputError(f"slots {int(slots.min())} to {int(slots.max())} lie outside 0..{last}")
 
 
+def check_ids(name: str, ids: Tensor) -> None:
+    """Raise KernelInputError unless `ids` are int64 or int32: torch takes bool and uint8 for a mask."""
+    if ids.dtype not in (torch.int64, torch.int32):
+        raise KernelInputError(f"{name} are {ids.dtype}, not torch.int64 or torch.int32")
+
+
 def check_pages(pages: Tensor, plane: Tensor) -> None:
     """Raise KernelInputError where `pages` [P] names a page that `plane` does not have."""
+    check_ids("page ids", pages)
     if len(pages) and (int(pages.min()) < 0 or int(pages.max()) >= plane.shape[0]):
         raise KernelInputError(f"page ids {int(pages.min())} to {int(pages.max())} lie outside 0..{plane.shape[0] - 1}")
 
@@ -48,6 +57,10 @@ def check_attention(
         raise KernelInputError(
             f"q has {tokens} tokens, positions {batch.num_tokens}; "
             f"query_start has {batch.query_start.shape[0]} entries for {batch.num_seqs} sequences"
+        )
+    if batch.page_table.dim() != 2 or batch.page_table.shape[0] != batch.num_seqs:
+        raise KernelInputError(
+            f"page_table {shape(batch.page_table)} has no row for each of {batch.num_seqs} sequences"
         )
     if int(batch.query_start[-1]) != tokens:
         raise KernelInputError(f"query_start ends at {int(batch.query_start[-1])}, not at the {tokens} tokens of q")

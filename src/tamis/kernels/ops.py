@@ -3,6 +3,10 @@
 Shapes: T tokens of this step over all sequences, B sequences, P page-table columns, Hq query heads, Hkv KV heads,
 Hi index heads, D head dim, Di index head dim, K = topk, NB blocks of the longest sequence. A *plane* is one buffer of
 the pool: `[num_pages + 1, heads, page_size, dim]`, in its storage type; ops read it in place and sum in fp32.
+
+A query sees the tokens of its own sequence at or before its position and below seq_lens. Whatever else a plane holds,
+NaN and infinities included, never changes a result; a NaN or an infinity among the tokens it sees (for sparse
+attention: in the blocks it reads) spoils that query alone.
 """
 
 from dataclasses import dataclass
@@ -70,6 +74,9 @@ class Ops(Protocol):
 
     name: str
 
+    def close(self) -> None:
+        """End what the backend keeps running; it is not used again."""
+
     def write_pages(self, plane: Tensor, slots: Tensor, values: Tensor, scale: float = 1.0) -> None:
         """Write `values` [n, heads, dim] to slots int64 [n] (page * page_size + offset) of `plane`.
 
@@ -92,8 +99,8 @@ class Ops(Protocol):
     def select_blocks(self, scores: Tensor, positions: Tensor, sparse: SparseAttentionConfig) -> Tensor:
         """Choose blocks: int32 [Hi, T, topk], ascending ids, -1 past the end.
 
-        Init and local blocks first, then the best scores, ties to the lowest id; never a block scored -inf (unless
-        forced), never one past the query's own.
+        Init and local blocks first, then the best scores, ties to the lowest id; never a block scored -inf or NaN
+        (unless forced), never one past the query's own; a position below 0 picks nothing.
         """
 
     @overload
@@ -138,14 +145,26 @@ class Ops(Protocol):
     ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
         """Causal attention over the whole context; otherwise as `sparse_attention`."""
 
+    @overload
     def index_value_attention(
         self, index_q: Tensor, index_k: Tensor, index_v: Tensor, batch: AttentionBatch,
-        k_scale: float = 1.0, v_scale: float = 1.0,
-    ) -> Tensor:  # fmt: skip
+        k_scale: float = 1.0, v_scale: float = 1.0, *, return_lse: Literal[False] = False,
+    ) -> Tensor: ...  # fmt: skip
+
+    @overload
+    def index_value_attention(
+        self, index_q: Tensor, index_k: Tensor, index_v: Tensor, batch: AttentionBatch,
+        k_scale: float = 1.0, v_scale: float = 1.0, *, return_lse: Literal[True],
+    ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+
+    def index_value_attention(
+        self, index_q: Tensor, index_k: Tensor, index_v: Tensor, batch: AttentionBatch,
+        k_scale: float = 1.0, v_scale: float = 1.0, *, return_lse: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
         """The index branch's own output: causal softmax(q . k / sqrt(Di)) over the whole context, times index V.
 
         index_q [T, Hi, Di]; planes with one head. Returns [T, Hi, Di] in index_q's dtype, zeros where nothing is
-        visible.
+        visible, and, when asked, the log-sum-exp of the scaled logits, fp32 [T, Hi], -inf there.
         """
 
 

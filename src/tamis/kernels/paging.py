@@ -36,35 +36,37 @@ def cast_values(values: Tensor, dtype: torch.dtype, scale: float = 1.0) -> Tenso
     fp8 saturates at its largest finite value, infinities included; NaN stays NaN. `values` itself is never changed,
     but may be returned as it is.
     """
-    values = values.detach()
+    if values.requires_grad:
+        values = values.detach()
     if scale != 1.0:
         values = values.float() / scale
     if dtype in FP8_DTYPES:
         largest = torch.finfo(dtype).max
         values = values.float().clamp(-largest, largest)
-    return values.to(dtype)
+    return values if values.dtype is dtype else values.to(dtype)
 
 
-def write_rows(plane: Tensor, pages: Tensor, offsets: Tensor, values: Tensor, scale: float = 1.0) -> None:
-    """Write `values` [n, heads, dim] at (pages[i], offsets[i]) of `plane`; int64 [n] each, already checked.
+def plane_rows(slots: Tensor, heads: int, page_size: int) -> Tensor:
+    """Where each head of each slot lies in a plane viewed as [(num_pages + 1) * heads * page_size, dim].
 
-    Where a place is named twice, one of its rows stays; which one is not defined.
+    slots int64 [n], already checked; returns int64 [n, heads].
     """
-    stored = raw_view(cast_values(values, plane.dtype, scale))
-    if stored.untyped_storage().data_ptr() == plane.untyped_storage().data_ptr():
-        stored = stored.clone()  # the caller hands us a part of this very plane
-    raw_view(plane)[pages, :, offsets] = stored
-
-
-def read_rows(plane: Tensor, pages: Tensor, offsets: Tensor) -> Tensor:
-    """A copy of the rows at (pages[i], offsets[i]) of `plane`, as stored: [n, heads, dim]."""
-    return raw_view(plane)[pages, :, offsets].view(plane.dtype)
+    if heads == 1:
+        return slots[:, None]
+    first = slots + slots // page_size * ((heads - 1) * page_size)
+    return first[:, None] + torch.arange(0, heads * page_size, page_size, device=slots.device)
 
 
 def write_slots(plane: Tensor, slots: Tensor, values: Tensor, scale: float = 1.0) -> None:
-    """Write `values` [n, heads, dim] to slots int64 [n] of `plane` (`Ops.write_pages`)."""
+    """Write `values` [n, heads, dim] to slots int64 [n] of `plane`, already checked (`Ops.write_pages`).
+
+    Where a slot is named twice, one of its rows stays; which one is not defined.
+    """
     page_size = plane.shape[2]
-    write_rows(plane, slots // page_size, slots % page_size, values, scale)
+    stored = raw_view(cast_values(values, plane.dtype, scale))
+    if stored.untyped_storage().data_ptr() == plane.untyped_storage().data_ptr():
+        stored = stored.clone()  # the caller hands us a part of this very plane
+    raw_view(plane)[slots // page_size, :, slots % page_size] = stored
 
 
 def gather_pages(plane: Tensor, pages: Tensor, length: int, scale: float = 1.0) -> Tensor:

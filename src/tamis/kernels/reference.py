@@ -32,6 +32,9 @@ class ReferenceOps:
 
     name = "reference"
 
+    def close(self) -> None:
+        """Nothing to end."""
+
     def write_pages(self, plane: Tensor, slots: Tensor, values: Tensor, scale: float = 1.0) -> None:
         """See `Ops.write_pages`; raises KernelInputError on slots outside the plane or values of another shape."""
         check_write(plane, slots, values)
@@ -39,7 +42,7 @@ class ReferenceOps:
 
     def gather_pages(self, plane: Tensor, pages: Tensor, length: int, scale: float = 1.0) -> Tensor:
         """See `Ops.gather_pages`; raises KernelInputError on too few pages and on page ids outside the plane."""
-        check_pages(pages[: -(-length // plane.shape[2])], plane)
+        check_pages(pages[: -(-max(0, length) // plane.shape[2])], plane)
         return gather_pages(plane, pages, length, scale)
 
     def score_blocks(
@@ -50,7 +53,7 @@ class ReferenceOps:
         check_attention(index_q, index_k, index_k, batch, kv_heads=1)
         tokens, heads, dim = index_q.shape
         size = sparse.block_size
-        longest = -(-max(batch.seq_lens.tolist(), default=0) // size)
+        longest = -(-max(_lengths(batch), default=0) // size)
         scores = index_q.new_full((heads, tokens, longest), NEG_INF, dtype=torch.float32)
         for seq in _sequences(batch, index_k):
             keys = gather_pages(index_k, seq.pages, seq.length, k_scale)[:, 0]
@@ -84,10 +87,12 @@ class ReferenceOps:
         room = open_slots - above.sum(-1, keepdim=True)
         chosen = forced | above | (level & (level.cumsum(-1) <= room))
         # Left-justify: block b goes to the place that counts the chosen blocks before it, the others to a spare column.
-        places = torch.where(chosen, chosen.cumsum(-1) - 1, sparse.topk)
-        picks = places.new_full((*scores.shape[:2], sparse.topk + 1), -1)
-        picks.scatter_(-1, places, ids.expand_as(places))
-        return picks[..., : sparse.topk].to(torch.int32, memory_format=torch.contiguous_format)
+        width = min(sparse.topk, blocks)
+        places = torch.where(chosen, chosen.cumsum(-1) - 1, width)
+        picks = places.new_full((*scores.shape[:2], width + 1), -1).scatter_(-1, places, ids.expand_as(places))
+        padded = scores.new_full((*scores.shape[:2], sparse.topk), -1, dtype=torch.int32)
+        padded[..., :width] = picks[..., :width]
+        return padded
 
     @overload
     def sparse_attention(
@@ -132,13 +137,26 @@ class ReferenceOps:
         out, lse = _attention(q, k, v, batch, None, sinks, k_scale, v_scale)
         return (out, lse) if return_lse else out
 
+    @overload
     def index_value_attention(
         self, index_q: Tensor, index_k: Tensor, index_v: Tensor, batch: AttentionBatch,
-        k_scale: float = 1.0, v_scale: float = 1.0,
-    ) -> Tensor:  # fmt: skip
+        k_scale: float = 1.0, v_scale: float = 1.0, *, return_lse: Literal[False] = False,
+    ) -> Tensor: ...  # fmt: skip
+
+    @overload
+    def index_value_attention(
+        self, index_q: Tensor, index_k: Tensor, index_v: Tensor, batch: AttentionBatch,
+        k_scale: float = 1.0, v_scale: float = 1.0, *, return_lse: Literal[True],
+    ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+
+    def index_value_attention(
+        self, index_q: Tensor, index_k: Tensor, index_v: Tensor, batch: AttentionBatch,
+        k_scale: float = 1.0, v_scale: float = 1.0, *, return_lse: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
         """See `Ops.index_value_attention` (FACTS section 1); raises KernelInputError on operands that do not fit."""
         check_attention(index_q, index_k, index_v, batch, kv_heads=1)
-        return _attention(index_q, index_k, index_v, batch, None, None, k_scale, v_scale)[0]
+        out, lse = _attention(index_q, index_k, index_v, batch, None, None, k_scale, v_scale)
+        return (out, lse) if return_lse else out
 
 
 @dataclass(frozen=True)
@@ -173,10 +191,17 @@ class _Selection:
         return mask[..., :count]
 
 
+def _lengths(batch: AttentionBatch) -> list[int]:
+    lengths: list[int] = batch.seq_lens.tolist()
+    if min(lengths, default=0) < 0:
+        raise KernelInputError(f"seq_lens={lengths} holds a negative length")
+    return lengths
+
+
 def _sequences(batch: AttentionBatch, plane: Tensor) -> Iterator[_Sequence]:
     """The sequences that have both queries and a context."""
     starts = batch.query_start.tolist()
-    for row, length in enumerate(batch.seq_lens.tolist()):
+    for row, length in enumerate(_lengths(batch)):
         rows = slice(starts[row], starts[row + 1])
         if rows.start == rows.stop or length == 0:
             continue
@@ -201,10 +226,11 @@ def _parts(seq: _Sequence, scores_per_row: int) -> Iterator[_Sequence]:
 
 def _score(logits: Tensor, sparse: SparseAttentionConfig) -> Tensor:
     """Token scores [Hi, t, n] as block scores [Hi, t, blocks]; tokens that do not count are -inf."""
-    spare = -logits.shape[2] % sparse.block_size
-    if spare:
-        logits = torch.nn.functional.pad(logits, (0, spare), value=NEG_INF)
-    by_block = logits.view(*logits.shape[:2], -1, sparse.block_size)
+    tokens, size = logits.shape[2], sparse.block_size
+    if tokens > size and tokens % size:
+        logits = torch.nn.functional.pad(logits, (0, -tokens % size), value=NEG_INF)
+    # A context shorter than a block is not padded: the block may be far larger than any memory.
+    by_block = logits.view(*logits.shape[:2], -1, min(tokens, size))
     return by_block.amax(-1) if sparse.score_type == "max" else by_block.logsumexp(-1)
 
 

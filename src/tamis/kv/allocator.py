@@ -2,11 +2,11 @@
 
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 from tamis.errors import DoubleFreeError, OutOfPagesError, PageError
 from tamis.kv.layout import check_int
-from tamis.kv.slots import check_page
+from tamis.kv.slots import check_page, check_pages
 
 
 class PageAllocator:
@@ -46,8 +46,10 @@ class PageAllocator:
     def allocate(self, n: int, after: int | None = None) -> list[int]:
         """Take `n` free pages, one holder each, those right after page `after` first.
 
-        Raises OutOfPagesError where fewer are free, PageError unless `n` is a whole number.
+        Raises OutOfPagesError where fewer are free, PageError unless `n` is a whole number and `after` an int.
         """
+        if after is not None and (isinstance(after, bool) or not isinstance(after, int)):
+            raise PageError(f"after={after!r} is not a page id: an int is needed")
         if isinstance(n, bool) or not isinstance(n, int) or n < 0:
             raise PageError(f"cannot allocate {n!r} pages: a whole number is needed")
         if n > self.num_free:
@@ -63,19 +65,21 @@ class PageAllocator:
         self._holders.update(dict.fromkeys(pages, 1))
         return pages
 
-    def share(self, pages: Sequence[int]) -> None:
+    def share(self, pages: Iterable[int]) -> None:
         """One more holder for each page. Raises ForeignPageError, or PageError where a page is free."""
+        pages = check_pages(pages, self._num_pages)
         for page in pages:
             if not self.holders(page):
                 raise PageError(f"page={page} is free and cannot be shared")
         for page in pages:
             self._holders[page] += 1
 
-    def free(self, pages: Sequence[int]) -> None:
+    def free(self, pages: Iterable[int]) -> None:
         """One holder less for each page; those without any are free again.
 
         Raises ForeignPageError, or DoubleFreeError where a page is named more often than it is held.
         """
+        pages = check_pages(pages, self._num_pages)
         for page, times in Counter(pages).items():
             held = self.holders(page)
             if times > held:

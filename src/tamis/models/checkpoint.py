@@ -8,9 +8,11 @@ from types import MappingProxyType
 from typing import Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from tamis.errors import ConfigError, CorruptFileError, MissingTensorError, ModelNotFoundError, TensorDtypeError
+from tamis.kernels.quant import BLOCK_FORMATS, Format, Matrix, from_blocks
 from tamis.models.gguf_file import GGUFFile
 from tamis.models.hub import ModelSource
 
@@ -34,11 +36,17 @@ class Checkpoint(Protocol):
     def nbytes(self, name: str) -> int:
         """Bytes the tensor takes in its file."""
 
-    def read(self, name: str) -> torch.Tensor:
-        """The tensor in fp32, bf16 or fp16 as stored; a quantised one is dequantised to fp32.
+    def read(self, name: str, part: slice | None = None) -> torch.Tensor:
+        """The tensor, or part of its first dimension, in fp32, bf16 or fp16 as stored; fp32 where it is quantised.
 
         It may share the file's mapping: not to be written to. Raises TensorDtypeError for any other stored type.
         """
+
+    def block_format(self, name: str) -> Format | None:
+        """The format in which `read_blocks` gives a quantised tensor; None where only `read` can."""
+
+    def read_blocks(self, name: str, part: slice | None = None) -> Matrix:
+        """A quantised tensor, or part of its first dimension, as it is stored."""
 
     def close(self) -> None:
         """Give the files back; tensors already read stay valid."""
@@ -89,11 +97,20 @@ class SafetensorsCheckpoint:
         """Bytes the tensor takes in its file."""
         return math.prod(self.shape(name)) * _READABLE[self._dtype(name)]
 
-    def read(self, name: str) -> torch.Tensor:
+    def read(self, name: str, part: slice | None = None) -> torch.Tensor:
         """The tensor as stored, a view of the mapped file; TensorDtypeError unless it is fp32, bf16 or fp16."""
         self._dtype(name)
         tensor: torch.Tensor = self._shards[self.file(name)].get_tensor(name)
-        return tensor
+        return tensor if part is None else tensor[part]
+
+    def block_format(self, name: str) -> Format | None:
+        """None: safetensors hold no blocks that we read."""
+        self.file(name)
+        return None
+
+    def read_blocks(self, name: str, part: slice | None = None) -> Matrix:
+        """Not to be called: `block_format` is None."""
+        raise NotImplementedError(f"{self.file(name)} holds no blocks")
 
     def close(self) -> None:
         """Give the files back; tensors already read stay valid."""
@@ -205,30 +222,50 @@ class GGUFCheckpoint:
         self.file(name)
         return self._gguf.tensors[name].nbytes
 
-    def read(self, name: str) -> torch.Tensor:
+    def read(self, name: str, part: slice | None = None) -> torch.Tensor:
         """The tensor, a copy: as stored where that is fp32, bf16 or fp16, else dequantised to fp32."""
         self.file(name)
-        return read_gguf_tensor(self._gguf, name)
+        return read_gguf_tensor(self._gguf, name, part)
+
+    def block_format(self, name: str) -> Format | None:
+        """Of Q8_0, Q4_0 and Q4_1 tensors."""
+        self.file(name)
+        return BLOCK_FORMATS.get(self._gguf.tensors[name].type.name)
+
+    def read_blocks(self, name: str, part: slice | None = None) -> Matrix:
+        """A quantised tensor whose type has a `block_format`."""
+        form = self.block_format(name)
+        assert form is not None, "asked for blocks of a tensor that has none"
+        return from_blocks(torch.from_numpy(_stored_rows(self._gguf, name)[part or slice(None)].copy()), form)
 
     def close(self) -> None:
         """Give the file back; tensors already read stay valid."""
         self._gguf.close()
 
 
-def read_gguf_tensor(file: GGUFFile, name: str) -> torch.Tensor:
-    """A tensor of `file` in fp32, bf16 or fp16 as stored, a quantised one in fp32.
+def _stored_rows(file: GGUFFile, name: str) -> npt.NDArray[np.uint8]:
+    """The bytes of a tensor, uint8 [..., rows, bytes of a row]."""
+    from gguf import quants
+
+    tensor = file.tensors[name]
+    return file.data(name).reshape(quants.quant_shape_to_byte_shape(tensor.shape, tensor.type))
+
+
+def read_gguf_tensor(file: GGUFFile, name: str, part: slice | None = None) -> torch.Tensor:
+    """A tensor of `file`, or part of its first dimension: fp32, bf16 or fp16 as stored, a quantised one in fp32.
 
     Raises TensorDtypeError for a type that the gguf package cannot dequantise.
     """
     from gguf import GGMLQuantizationType, quants
 
-    tensor, raw = file.tensors[name], file.data(name)
+    tensor, part = file.tensors[name], part or slice(None)
     if tensor.type is GGMLQuantizationType.BF16:
-        return torch.from_numpy(raw.view(np.int16).copy()).view(torch.bfloat16).reshape(tensor.shape)
+        bits = file.data(name).view(np.int16).reshape(tensor.shape)[part]
+        return torch.from_numpy(bits.copy()).view(torch.bfloat16)
     if tensor.type in (GGMLQuantizationType.F32, GGMLQuantizationType.F16):
         stored = np.float32 if tensor.type is GGMLQuantizationType.F32 else np.float16
-        return torch.from_numpy(raw.view(stored).copy()).reshape(tensor.shape)
-    rows = raw.reshape(quants.quant_shape_to_byte_shape(tensor.shape, tensor.type))
+        return torch.from_numpy(file.data(name).view(stored).reshape(tensor.shape)[part].copy())
+    rows = _stored_rows(file, name)[part]
     try:
         # Scales may be any bits, infinities and NaN too; what to think of such values is the reader's business.
         with np.errstate(all="ignore"):
@@ -237,4 +274,4 @@ def read_gguf_tensor(file: GGUFFile, name: str) -> torch.Tensor:
         raise TensorDtypeError(
             f"tensor {name!r} in {file.path} is stored as {tensor.type.name}, which cannot be dequantised"
         ) from None
-    return torch.from_numpy(values).reshape(tensor.shape)
+    return torch.from_numpy(values)

@@ -2,11 +2,11 @@
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from tamis.config import ModelConfig
+from tamis.kernels.linear import Linear, Rope
 from tamis.models.attention import Attention, StepContext
-from tamis.models.layers import GatedMLP, MixtureOfExperts, RMSNorm, RotaryEmbedding, linear
+from tamis.models.layers import GatedMLP, MixtureOfExperts, RMSNorm, RotaryEmbedding
 
 
 class DecoderLayer(nn.Module):
@@ -23,11 +23,10 @@ class DecoderLayer(nn.Module):
             else GatedMLP(config, config.intermediate_size, dtype)
         )
 
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], step: StepContext) -> Tensor:
-        """[T, C] -> [T, C]."""
-        x = x + self.attention(self.input_norm(x), rope, step)
-        out: Tensor = x + self.mlp(self.mlp_norm(x))
-        return out
+    def forward(self, x: Tensor, rope: Rope, step: StepContext) -> None:
+        """Adds to the residual stream x, fp32 [T, C]."""
+        self.attention(x, self.input_norm, rope, step)
+        self.mlp(x, self.mlp_norm, step.model_ops)
 
 
 class CausalLM(nn.Module):
@@ -36,11 +35,12 @@ class CausalLM(nn.Module):
     def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
         super().__init__()
         self.config = config
-        table = torch.empty(config.vocab_size, config.hidden_size, dtype=dtype, device="meta")
-        self.embed_tokens = nn.Parameter(table, requires_grad=False)
+        self.embed_tokens = Linear(config.hidden_size, config.vocab_size, dtype)
         self.layers = nn.ModuleList(DecoderLayer(config, i, dtype) for i in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.lm_head = None if config.tie_embeddings else linear(config.hidden_size, config.vocab_size, dtype)
+        self.lm_head = (
+            self.embed_tokens if config.tie_embeddings else Linear(config.hidden_size, config.vocab_size, dtype)
+        )
         self.rotary = RotaryEmbedding(config.rope)
 
     def forward(self, token_ids: Tensor, step: StepContext, logit_rows: Tensor) -> Tensor:
@@ -49,9 +49,8 @@ class CausalLM(nn.Module):
         token_ids int64 [T]; logit_rows int64 [R], the rows whose next token is wanted. Returns fp32 [R, vocab_size].
         """
         rope = self.rotary.table(step.batch.positions)
-        x = F.embedding(token_ids, self.embed_tokens)
+        x = step.model_ops.embed(self.embed_tokens, token_ids)
         for layer in self.layers:
-            x = layer(x, rope, step)
-        wanted = self.norm(x[logit_rows])
-        head = self.embed_tokens if self.lm_head is None else self.lm_head.weight
-        return F.linear(wanted, head).float()
+            step.before_layer()
+            layer(x, rope, step)
+        return step.model_ops.logits(x[logit_rows], self.norm, self.lm_head)

@@ -192,7 +192,7 @@ class _Reader:
             block_size=self.size("attention.indexer.block_size"),
             topk=self.size("attention.indexer.top_k"),
             local_blocks=self.file.get(self.key("attention.indexer.local_blocks"), int),
-        )
+        ).within(self.size("context_length"))
 
     def moe(self, dense: int, layers: int) -> MoEConfig:
         gating = self.file.find(self.key("expert_gating_func"), int)

@@ -1,12 +1,12 @@
 """Where a model comes from: the built-in one, a local path, or the Hugging Face hub."""
 
-import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from tamis.errors import DownloadError, ModelNotFoundError
+from tamis.cache import cache_dir
+from tamis.errors import ConfigError, DownloadError, ModelNotFoundError
 from tamis.models.builtin import SMOLLM2_135M, fetch_builtin
 from tamis.progress import NoProgress, Progress
 
@@ -30,25 +30,16 @@ class ModelSource:
     kind: Literal["directory", "gguf", "config"]
 
 
-def cache_dir() -> Path:
-    """Where fetched models are kept: $TAMIS_CACHE, else $XDG_CACHE_HOME/tamis, else ~/.cache/tamis."""
-    try:
-        if own := os.environ.get("TAMIS_CACHE"):
-            return Path(own).expanduser().absolute()
-        base = Path(os.environ.get("XDG_CACHE_HOME", ""))
-        # A relative XDG_CACHE_HOME is to be ignored, says the XDG base directory specification.
-        return (base if base.is_absolute() else Path.home() / ".cache") / "tamis"
-    except RuntimeError as error:
-        raise DownloadError(f"no cache directory: {error}; set TAMIS_CACHE") from None
-
-
 def resolve(model: str | None, *, weights: bool = True, progress: Progress | None = None) -> ModelSource:
     """Find `model`, fetching it where needed.
 
     None or "smollm2-135m" is the built-in model; else a directory with a config.json, a .gguf file, a name on the
     Hugging Face hub ("organisation/name"), or, with `weights=False`, a config.json or "minimax-m3". Without `weights`
-    only what describes the model needs to be there. Raises ModelNotFoundError or DownloadError.
+    only what describes the model needs to be there. Raises ModelNotFoundError or DownloadError, ConfigError for what
+    is no name at all.
     """
+    if not isinstance(model, str | None):
+        raise ConfigError(f"model={model!r} is not a name or a path")
     if model is None or model == SMOLLM2_135M.name:
         return ModelSource(
             SMOLLM2_135M.name, fetch_builtin(SMOLLM2_135M, cache_dir(), progress or NoProgress()), "gguf"

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from tamis.errors import ConfigError, ModelNotFoundError
+from tamis.units import show
 
 _MAX_INTEGER = 2**31 - 1
 """No count, size or id of a real model is larger; a larger one would ask for absurd memory further on."""
@@ -36,13 +37,17 @@ class Fields:
         return value
 
     def number(self, key: str, default: float | None = None, *, positive: bool = False) -> float:
-        """A finite number."""
+        """A finite number; an int as the float next to it."""
         value = self._value(key, default)
         if isinstance(value, bool) or not isinstance(value, int | float):
             self._refuse(key, value, "a number")
-        if not math.isfinite(value) or (positive and value <= 0):
+        try:
+            number = float(value)
+        except OverflowError:
+            number = math.inf
+        if not math.isfinite(number) or (positive and number <= 0):
             self._refuse(key, value, "a finite number above 0" if positive else "a finite number")
-        return float(value)
+        return number
 
     def flag(self, key: str, default: bool) -> bool:
         """True or false."""
@@ -101,9 +106,7 @@ class Fields:
         return value
 
     def _refuse(self, key: str, value: object, wanted: str, part: str = "") -> NoReturn:
-        shown = repr(value)
-        shown = shown if len(shown) <= 80 else shown[:77] + "..."
-        raise ConfigError(f"{self.prefix}{key}: {part}{shown} is not {wanted}")
+        raise ConfigError(f"{self.prefix}{key}: {part}{show(value)} is not {wanted}")
 
 
 def read_json_object(path: Path) -> Fields:

@@ -28,7 +28,7 @@ def weight_plan(config: ModelConfig, *, gguf: bool) -> WeightPlan:
     hidden = (config.hidden_size,)
     table = (config.vocab_size, config.hidden_size)
     plan: dict[str, tuple[Piece, ...]] = {
-        "embed_tokens": (Piece(names["embed"], table),),
+        "embed_tokens.weight": (Piece(names["embed"], table),),
         "norm.weight": (Piece(names["norm"], hidden),),
     }
     ignored = [r".*rotary_emb\.inv_freq$", r"rope_freqs\.weight$"]

@@ -1,13 +1,17 @@
 """Fill a model from a checkpoint: check every name and shape first, then stream tensor by tensor into place."""
 
+import itertools
+import math
 import re
 from collections.abc import Iterator
 
 import torch
-from torch import Tensor
+from torch import nn
 
 from tamis.config import ModelConfig
 from tamis.errors import MissingTensorError, TensorShapeError, UnexpectedTensorError
+from tamis.kernels.linear import Linear
+from tamis.kernels.quant import GROUP, Format, Matrix, dense_format, empty_matrix, encode
 from tamis.models import llama, minimax_m3
 from tamis.models.checkpoint import Checkpoint, open_checkpoint
 from tamis.models.decoder import CausalLM
@@ -15,25 +19,34 @@ from tamis.models.hub import ModelSource
 from tamis.models.weights import Piece, WeightPlan
 from tamis.progress import NoProgress, Progress
 
+PART_NUMBERS = 1 << 24
+"""Numbers of a checkpoint tensor that are converted at a time: 64 MiB in fp32."""
+
 
 def load_model(
-    source: ModelSource, config: ModelConfig, *, dtype: torch.dtype, progress: Progress | None = None
+    source: ModelSource,
+    config: ModelConfig,
+    *,
+    dtype: torch.dtype,
+    quant: str = "auto",
+    progress: Progress | None = None,
 ) -> CausalLM:
-    """Build the model of `config` and read its weights in `dtype` (norms and routers stay fp32).
+    """Build the model of `config` and read its weights (norms and routers stay fp32).
 
-    At most one checkpoint tensor is in memory beside the model. Raises MissingTensorError, UnexpectedTensorError,
+    `dtype` is what the model computes in and dense weights are kept in; `quant` see `EngineConfig.quant`. Beside the
+    model, part of one checkpoint tensor is in memory at a time. Raises MissingTensorError, UnexpectedTensorError,
     TensorShapeError, TensorDtypeError or CorruptFileError, each naming the tensor and the file.
     """
     checkpoint = open_checkpoint(source)
     try:
-        model = CausalLM(config, dtype)
         gguf = source.kind == "gguf"
         if config.family == "minimax_m3":
             plan = minimax_m3.weight_plan(config, checkpoint.names(), gguf=gguf)
         else:
             plan = llama.weight_plan(config, gguf=gguf)
         check_plan(plan, checkpoint, source)
-        model.load_state_dict(dict(_filled(model, plan, checkpoint, progress or NoProgress())), assign=True)
+        model = CausalLM(config, dtype)
+        _fill(model, plan, checkpoint, dtype, quant, progress or NoProgress())
     finally:
         checkpoint.close()
     return model.eval()
@@ -43,18 +56,19 @@ def check_plan(plan: WeightPlan, checkpoint: Checkpoint, source: ModelSource) ->
     """Raise where a planned tensor is missing or misshapen, or a tensor has no place in the plan."""
     names = checkpoint.names()
     planned = {piece.name: piece for pieces in plan.parameters.values() for piece in pieces}
+    ignored = re.compile("|".join(plan.ignored)) if plan.ignored else None
+    extra = sorted(name for name in names if name not in planned and not (ignored and ignored.match(name)))
     missing = [name for name in planned if name not in names]
     if missing:
         others = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise MissingTensorError(f"tensor {missing[0]!r}{others} is missing in {source.path}")
+        instead = f", but there is {_nearest(missing[0], extra)!r}, which has no place" if extra else ""
+        raise MissingTensorError(f"tensor {missing[0]!r}{others} is missing in {source.path}{instead}")
     for name, piece in planned.items():
         if checkpoint.shape(name) != piece.shape:
             raise TensorShapeError(
                 f"tensor {name!r} in {checkpoint.file(name)} has shape {list(checkpoint.shape(name))}, "
                 f"but the configuration calls for {list(piece.shape)}"
             )
-    ignored = re.compile("|".join(plan.ignored)) if plan.ignored else None
-    extra = sorted(name for name in names if name not in planned and not (ignored and ignored.match(name)))
     if extra:
         others = f" and {len(extra) - 1} more" if len(extra) > 1 else ""
         raise UnexpectedTensorError(
@@ -63,25 +77,73 @@ def check_plan(plan: WeightPlan, checkpoint: Checkpoint, source: ModelSource) ->
         )
 
 
-def _filled(
-    model: CausalLM, plan: WeightPlan, checkpoint: Checkpoint, progress: Progress
-) -> Iterator[tuple[str, Tensor]]:
-    """Each parameter with its values; one at a time, so that nothing is held twice."""
-    progress.start(
-        "loading weights", sum(checkpoint.nbytes(p.name) for ps in plan.parameters.values() for p in ps), "bytes"
-    )
-    for name, parameter in model.state_dict().items():
-        value = torch.empty(parameter.shape, dtype=parameter.dtype)
-        for piece in plan.parameters[name]:
-            _copy(value, piece, checkpoint)
-            progress.advance(checkpoint.nbytes(piece.name))
-        yield name, value
+def _nearest(name: str, others: list[str]) -> str:
+    """The one of `others` that is spelled most like `name`: what it was perhaps misnamed to."""
+    return max(others, key=lambda other: _same_start(name, other) + _same_start(name[::-1], other[::-1]))
+
+
+def _same_start(a: str, b: str) -> int:
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
+
+
+def _fill(
+    model: CausalLM, plan: WeightPlan, checkpoint: Checkpoint, dtype: torch.dtype, quant: str, progress: Progress
+) -> None:
+    """Give every parameter its values, one at a time, so that nothing is held twice."""
+    stored = sum(checkpoint.nbytes(piece.name) for pieces in plan.parameters.values() for piece in pieces)
+    progress.start("loading weights", stored, "bytes")
+    for name, pieces in plan.parameters.items():
+        path, _, leaf = name.rpartition(".")
+        module = model.get_submodule(path)
+        if isinstance(module, Linear) and leaf == "weight":
+            matrix = empty_matrix(choose_format(quant, dtype, name, pieces, checkpoint), module.shape)
+            for piece in pieces:
+                _fill_matrix(matrix, piece, checkpoint)
+                progress.advance(checkpoint.nbytes(piece.name))
+            module.weight = matrix
+        else:
+            value = torch.empty(module.get_parameter(leaf).shape)
+            for piece in pieces:
+                tensor = checkpoint.read(piece.name)
+                value[piece.into].copy_(piece.transform(tensor) if piece.transform else tensor)
+                progress.advance(checkpoint.nbytes(piece.name))
+            setattr(module, leaf, nn.Parameter(value, requires_grad=False))
     progress.finish()
 
 
-def _copy(value: Tensor, piece: Piece, checkpoint: Checkpoint) -> None:
-    tensor = checkpoint.read(piece.name)
-    if piece.transform is not None:
-        tensor = piece.transform(tensor)
-    target = value[piece.into] if piece.into else value
-    target.copy_(tensor)
+def choose_format(
+    quant: str, dtype: torch.dtype, name: str, pieces: tuple[Piece, ...], checkpoint: Checkpoint
+) -> Format:
+    """How the weight `name` is kept, by the setting `EngineConfig.quant`.
+
+    What cannot be quantised (a width that is no multiple of 32) or kept as stored (pieces of several types, a type
+    without kernels) stays or becomes dense.
+    """
+    dense = dense_format(dtype)
+    if quant == "none" or pieces[0].shape[-1] % GROUP:
+        return dense
+    if quant == "auto":
+        stored = {checkpoint.block_format(piece.name) for piece in pieces}
+        return stored.pop() or dense if len(stored) == 1 else dense
+    # Tokens are told apart by these two tables; 4 bits cost more there than anywhere else.
+    table = name in ("embed_tokens.weight", "lm_head.weight")
+    return Format.INT8 if quant == "int8" or table else Format.INT4
+
+
+def _fill_matrix(matrix: Matrix, piece: Piece, checkpoint: Checkpoint) -> None:
+    """Put one checkpoint tensor into its place in `matrix`, some rows at a time."""
+    keeps = checkpoint.block_format(piece.name) is matrix.format
+    for part in _parts(piece):
+        if keeps:
+            source = checkpoint.read_blocks(piece.name, part)
+        else:
+            source = encode(checkpoint.read(piece.name, part), matrix.format)
+        for target, values in zip(matrix.parts, source.parts, strict=True):
+            target[piece.into][part].copy_(piece.transform(values) if piece.transform else values)
+
+
+def _parts(piece: Piece) -> Iterator[slice]:
+    """The first dimension of a piece in parts of about PART_NUMBERS numbers; whole where a transform needs all rows."""
+    total = piece.shape[0]
+    step = total if piece.transform else max(1, PART_NUMBERS * total // math.prod(piece.shape))
+    return (slice(start, min(start + step, total)) for start in range(0, total, step))

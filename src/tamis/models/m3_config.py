@@ -35,12 +35,13 @@ def read_m3(text: Fields, layers: int, head_dim: int, context: int) -> dict[str,
     kinds, sparse = _own_sparse(own, layers) if own is not None else _flat_sparse(text, layers)
     _check_fixed(text)
     rope = _read_rope(text, head_dim, context, own is not None)
+    reached = extended_context(text, rope, context)
     return {
         "intermediate_size": text.integer("dense_intermediate_size", 12288, minimum=1),
-        "context_length": extended_context(text, rope, context),
+        "context_length": reached,
         "rope": rope,
         "layer_kinds": kinds,
-        "sparse": sparse,
+        "sparse": None if sparse is None else sparse.within(reached),
         "moe": _read_moe(text, layers),
         "qk_norm": True,
         "activation": "swiglu_oai",
@@ -122,13 +123,10 @@ def _read_moe(text: Fields, layers: int) -> MoEConfig | None:
     if not any(on):
         return None
     experts = text.integer("num_local_experts", text.integer("num_experts", 128), minimum=1)
-    chosen = text.integer("num_experts_per_tok", 4, minimum=1)
-    if chosen > experts:
-        raise ConfigError(f"{text.prefix}num_experts_per_tok={chosen} is more than num_local_experts={experts}")
     return MoEConfig(
         layers=on,
         num_experts=experts,
-        experts_per_token=chosen,
+        experts_per_token=text.integer("num_experts_per_tok", 4, minimum=1),
         intermediate_size=text.integer("intermediate_size", minimum=1),
         shared_intermediate_size=text.integer("shared_intermediate_size", 3072),
         routed_scaling_factor=text.number("routed_scaling_factor", 2.0),

@@ -96,7 +96,7 @@ def weight_plan(config: ModelConfig, names: frozenset[str], *, gguf: bool) -> We
     spelling = gguf_spelling() if gguf else safetensors_spelling(config, names)
     table = (config.vocab_size, config.hidden_size)
     plan: dict[str, tuple[Piece, ...]] = {
-        "embed_tokens": (Piece(spelling.embed, table),),
+        "embed_tokens.weight": (Piece(spelling.embed, table),),
         "norm.weight": (Piece(spelling.norm, (config.hidden_size,), transform=spelling.norm_fix),),
     }
     ignored = list(IGNORED)
@@ -174,12 +174,12 @@ class _LayerPlan:
         plan = {
             "mlp.router": self._one(spelling.router, moe.num_experts, hidden),
             "mlp.router_bias": self._one(spelling.router_bias, moe.num_experts),
-            "mlp.gate_up_proj": tuple(
+            "mlp.gate_up_proj.weight": tuple(
                 piece
                 for at, name in enumerate(gate_up)
                 for piece in self._expert_pieces(moe, name, (size, hidden), slice(at * size, (at + 1) * size))
             ),
-            "mlp.down_proj": self._expert_pieces(moe, down, (hidden, inter), slice(None)),
+            "mlp.down_proj.weight": self._expert_pieces(moe, down, (hidden, inter), slice(None)),
         }
         if moe.shared_intermediate_size:
             plan |= self._gated("mlp.shared_experts", spelling.shared, moe.shared_intermediate_size)

@@ -85,7 +85,10 @@ def _yarn(rope: Fields, base: float, rotary: int, factor: float, original: int) 
     if "attention_factor" in rope:
         attention = rope.number("attention_factor", positive=True)
     elif mscale and mscale_all:
-        attention = yarn_attention_factor(factor, mscale) / yarn_attention_factor(factor, mscale_all)
+        divisor = yarn_attention_factor(factor, mscale_all)
+        if divisor == 0:
+            raise ConfigError(f"{rope.prefix}mscale_all_dim: {mscale_all} with factor {factor} is a division by 0")
+        attention = yarn_attention_factor(factor, mscale) / divisor
     else:
         attention = yarn_attention_factor(factor)
     return RopeConfig(

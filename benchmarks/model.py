@@ -1,0 +1,153 @@
+#!/usr/bin/env python3
+"""Prefill and decode speed of a whole M3-shaped model by depth, against llama.cpp and transformers in one run.
+
+    python benchmarks/model.py MODEL_DIR [--depths 0,4096,16384] [--gguf FILE --llama-bench PATH] [--no-transformers]
+
+MODEL_DIR is what transformers writes, as with the benchmark model. Decode is timed between streamed tokens at that
+depth; prefill is the time to the first token of a prompt of that many tokens. The peers take turns with tamis. A short
+greedy continuation is checked against the reference kernels before anything is timed. The last line is JSON.
+"""
+
+import argparse
+import itertools
+import json
+import random
+import resource
+import statistics
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from measure import limits, table  # first: it settles how torch's threads wait
+
+import torch
+
+from tamis import LLM, SamplingParams
+
+DECODED = 24
+"""Tokens whose distances are timed."""
+CHUNK = 512
+"""Tokens of a prefill step of transformers."""
+
+
+def prompt(tokens: int, vocab: int, seed: int = 0) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(3, vocab) for _ in range(max(tokens, 1))]
+
+
+def run_tamis(llm: LLM, depth: int) -> dict[str, float]:
+    """Seconds of prefill, median seconds between tokens."""
+    sampling = SamplingParams(temperature=0, max_tokens=DECODED + 1, ignore_eos=True)
+    marks = [time.perf_counter()]
+    for _ in llm.stream(prompt(depth, llm.config.vocab_size), sampling):
+        marks.append(time.perf_counter())
+    gaps = [after - before for before, after in itertools.pairwise(marks[1:])]
+    return {"prefill": marks[1] - marks[0], "decode": statistics.median(gaps)}
+
+
+def run_transformers(model: object, depth: int, vocab: int) -> dict[str, float]:
+    from transformers import DynamicCache
+
+    cache = DynamicCache(config=model.config)
+    ids = torch.tensor([prompt(depth, vocab)])
+    with torch.inference_mode():
+        start = time.perf_counter()
+        for at in range(0, ids.shape[1], CHUNK):
+            model(ids[:, at : at + CHUNK], cache=cache, logits_to_keep=1)
+        prefill = time.perf_counter() - start
+        gaps = []
+        for _ in range(DECODED if depth < 8192 else 8):
+            start = time.perf_counter()
+            model(torch.tensor([[5]]), cache=cache)
+            gaps.append(time.perf_counter() - start)
+    return {"prefill": prefill, "decode": statistics.median(gaps)}
+
+
+def run_llama(binary: Path, gguf: Path, depth: int, threads: int) -> dict[str, float]:
+    """llama-bench: a prompt of `depth`, and generation at that depth."""
+    command = [str(binary), "-m", str(gguf), "-t", str(threads), "-fa", "1", "-o", "json", "-r", "1",
+               "-p", str(max(depth, 1)), "-n", "0"]  # fmt: skip
+    (pp,) = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    command[-4:] = ["-p", "0", "-n", str(DECODED), "-d", str(depth)]
+    (tg,) = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    return {"prefill": max(depth, 1) / pp["avg_ts"], "decode": 1 / tg["avg_ts"]}
+
+
+def check(directory: str, threads: int) -> None:
+    """The same tokens with our kernels as with the reference, in fp32, past the point where blocks are left out."""
+    ids = {}
+    for kernels in ("reference", "cpu"):
+        with LLM(directory, dtype="fp32", kernels=kernels, threads=threads, kv_budget="200MiB") as llm:
+            sampling = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+            (completion,) = llm.generate([prompt(2600, llm.config.vocab_size)], sampling)
+            ids[kernels] = completion.token_ids
+    if ids["reference"] != ids["cpu"]:
+        raise SystemExit(f"the kernels disagree with the reference: {ids}")
+
+
+def rounds(llm: LLM, args: argparse.Namespace, depth: int) -> Iterator[tuple[str, dict[str, float]]]:
+    for _ in range(args.rounds if depth <= 16384 else 1):
+        yield "tamis", run_tamis(llm, depth)
+        if args.llama_bench and depth <= args.peer_depth:
+            yield "llama.cpp", run_llama(args.llama_bench, args.gguf, depth, args.threads)
+        if args.peer is not None and depth <= args.peer_depth:
+            yield "transformers", run_transformers(args.peer, depth, llm.config.vocab_size)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("--depths", default="0,2048,8192,16384,32768,131072")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--peer-depth", type=int, default=16384, help="peers are not run beyond this depth")
+    parser.add_argument("--llama-bench", type=Path)
+    parser.add_argument("--gguf", type=Path, help="the same model for llama.cpp")
+    parser.add_argument("--no-transformers", action="store_true")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--max-batch-tokens", type=int, default=512)
+    args = parser.parse_args()
+    if args.llama_bench and not args.gguf:
+        parser.error("--llama-bench needs --gguf")
+    torch.set_num_threads(args.threads)
+    check(args.model, args.threads)
+    args.peer = None if args.no_transformers else load_transformers(args.model)
+    found, results = limits(), []
+    depths = [int(depth) for depth in args.depths.split(",")]
+    budget = 2 * (max(depths) + 512) * 20_000
+    with LLM(
+        args.model, dtype="bf16", threads=args.threads, kv_budget=budget, max_batch_tokens=args.max_batch_tokens
+    ) as llm:
+        run_tamis(llm, 64)
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        for depth in depths:
+            samples: dict[str, list[dict[str, float]]] = {}
+            for name, sample in rounds(llm, args, depth):
+                samples.setdefault(name, []).append(sample)
+            results.append(summarise(depth, samples))
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    print(json.dumps({"benchmark": "model", "limits": found, "peak_growth_mib": peak / 1024, "results": results}))
+
+
+def load_transformers(path: str) -> object:
+    from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import MiniMaxM3VLForCausalLM
+
+    return MiniMaxM3VLForCausalLM.from_pretrained(path, dtype=torch.bfloat16, attn_implementation="sdpa").eval()
+
+
+def summarise(depth: int, samples: dict[str, list[dict[str, float]]]) -> dict[str, object]:
+    medians = {
+        name: {kind: statistics.median(sample[kind] for sample in found) for kind in ("prefill", "decode")}
+        for name, found in samples.items()
+    }
+    ours = medians["tamis"]
+    rows = [["", "prefill tok/s", "decode tok/s", "tamis over it", ""]]
+    for name, found in medians.items():
+        ratios = [f"{found[kind] / ours[kind]:.2f}x" for kind in ("prefill", "decode")]
+        rows.append([name, f"{max(depth, 1) / found['prefill']:.0f}", f"{1 / found['decode']:.1f}", *ratios])
+    table(f"depth {depth:,}", rows)
+    return {"depth": depth, "seconds": medians}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,313 @@
+"""`CpuOps`: the operations of `kernels/ops.py` in Numba, on the pool's own memory."""
+
+import logging
+import math
+from dataclasses import dataclass
+from typing import Any, Literal, overload
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from tamis.config import SparseAttentionConfig
+from tamis.errors import KernelInputError
+from tamis.kernels.checks import check_attention, check_picks, check_scores
+from tamis.kernels.cpu import plan, prefill
+from tamis.kernels.cpu.attend import dense_parts, finish, sparse_parts
+from tamis.kernels.cpu.lowfloat import as_array, is_readable
+from tamis.kernels.cpu.prefill import ArrayBatch
+from tamis.kernels.cpu.score import score_tiles, select
+from tamis.kernels.cpu.scratch import Scratch
+from tamis.kernels.cpu.threads import ThreadTeam
+from tamis.kernels.ops import AttentionBatch
+from tamis.kernels.reference import ReferenceOps
+
+logger = logging.getLogger(__name__)
+
+LOG2E = 1 / math.log(2)
+GRAIN = 256
+"""Contexts are cut at multiples of this many tokens."""
+SPAN = 2048
+"""Tokens of context a scoring work item covers."""
+MANY_ROWS = 32
+"""Query rows (tokens x heads) that share a tile of keys."""
+
+
+@dataclass(frozen=True)
+class _Arrays:
+    """A batch as NumPy arrays, and what the kernels derive from it."""
+
+    batch: ArrayBatch
+    token_seq: NDArray[Any]
+    """int32 [T]: the sequence of each token; -1 where it sees nothing."""
+    page_size: int
+    last_page: int
+    """The largest page id any sequence uses."""
+
+
+class CpuOps:
+    """Numba kernels on a team of threads; what they cannot take goes to the reference, with one log line a reason.
+
+    bf16 queries over bf16 planes run on matrix tiles where the CPU has them (`prefill.supports`), all else in fp32.
+    """
+
+    name = "cpu"
+
+    def __init__(self, threads: int) -> None:
+        self.team = ThreadTeam(threads)
+        self._scratch = Scratch()
+        self._reference = ReferenceOps()
+        self._told: set[str] = set()
+        self._last: tuple[AttentionBatch, _Arrays] | None = None
+
+    def close(self) -> None:
+        """End the threads."""
+        self.team.close()
+
+    def write_pages(self, plane: Tensor, slots: Tensor, values: Tensor, scale: float = 1.0) -> None:
+        """See `Ops.write_pages`."""
+        self._reference.write_pages(plane, slots, values, scale)
+
+    def gather_pages(self, plane: Tensor, pages: Tensor, length: int, scale: float = 1.0) -> Tensor:
+        """See `Ops.gather_pages`."""
+        return self._reference.gather_pages(plane, pages, length, scale)
+
+    def score_blocks(
+        self, index_q: Tensor, index_k: Tensor, batch: AttentionBatch, sparse: SparseAttentionConfig,
+        k_scale: float = 1.0,
+    ) -> Tensor:  # fmt: skip
+        """See `Ops.score_blocks`."""
+        if not self._takes(index_q, index_k):
+            return self._reference.score_blocks(index_q, index_k, batch, sparse, k_scale)
+        check_attention(index_q, index_k, index_k, batch, kv_heads=1)
+        tokens, heads, dim = index_q.shape
+        arrays = self._arrays(batch, index_k)
+        seq_lens, positions = arrays.batch.seq_lens, arrays.batch.positions
+        blocks = -(-int(seq_lens.max(initial=0)) // sparse.block_size)
+        scores = torch.full((heads, tokens, blocks), -torch.inf)
+        if sparse.score_type == "max" and _fits_tiles(index_q, index_k):
+            prefill.score_blocks(
+                self.team, self._scratch, as_array(index_q.contiguous()), as_array(index_k), arrays.batch,
+                sparse.block_size, as_array(scores), k_scale=k_scale,
+            )  # fmt: skip
+            return scores
+        tiles = plan.query_tiles(arrays.token_seq, seq_lens, positions, max(1, MANY_ROWS // heads))
+        items = plan.score_items(tiles, sparse.block_size, SPAN)
+        self.team.run(
+            score_tiles, items, as_array(index_q.float()), as_array(index_k), arrays.batch.page_table, positions,
+            sparse.block_size, np.float32(dim**-0.5), np.float32(k_scale), sparse.score_type == "lse", as_array(scores),
+            threads=len(items),
+        )  # fmt: skip
+        return scores
+
+    def select_blocks(self, scores: Tensor, positions: Tensor, sparse: SparseAttentionConfig) -> Tensor:
+        """See `Ops.select_blocks`."""
+        if scores.device.type != "cpu":
+            return self._reference.select_blocks(scores, positions, sparse)
+        check_scores(scores, positions)
+        picks = torch.empty((*scores.shape[:2], sparse.topk), dtype=torch.int32)
+        work = scores.numel()
+        self.team.run(
+            select, as_array(scores.float().contiguous()), positions.int().numpy(), sparse.block_size,
+            sparse.init_blocks, sparse.local_blocks, picks.numpy(), threads=1 + work // 65536,
+        )  # fmt: skip
+        return picks
+
+    @overload
+    def sparse_attention(
+        self, q: Tensor, k: Tensor, v: Tensor, picks: Tensor, batch: AttentionBatch, block_size: int,
+        *, sinks: Tensor | None = None, k_scale: float = 1.0, v_scale: float = 1.0, return_lse: Literal[False] = False,
+    ) -> Tensor: ...  # fmt: skip
+
+    @overload
+    def sparse_attention(
+        self, q: Tensor, k: Tensor, v: Tensor, picks: Tensor, batch: AttentionBatch, block_size: int,
+        *, sinks: Tensor | None = None, k_scale: float = 1.0, v_scale: float = 1.0, return_lse: Literal[True],
+    ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+
+    def sparse_attention(
+        self, q: Tensor, k: Tensor, v: Tensor, picks: Tensor, batch: AttentionBatch, block_size: int,
+        *, sinks: Tensor | None = None, k_scale: float = 1.0, v_scale: float = 1.0, return_lse: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+        """See `Ops.sparse_attention`."""
+        if not self._takes(q, k):
+            out, lse = self._reference.sparse_attention(
+                q, k, v, picks, batch, block_size, sinks=sinks, k_scale=k_scale, v_scale=v_scale, return_lse=True
+            )
+            return (out, lse) if return_lse else out
+        check_attention(q, k, v, batch, sinks)
+        check_picks(picks, q, k, block_size)
+        arrays = self._arrays(batch, k)
+        if _fits_tiles(q, k):
+            out, lse = torch.empty(q.shape, dtype=q.dtype), torch.empty(q.shape[:2])
+            prefill.sparse(
+                self.team, self._scratch, as_array(q.contiguous()), as_array(k), as_array(v),
+                picks.int().contiguous().numpy(), arrays.batch, block_size, as_array(out), as_array(lse),
+                sinks=_sinks(sinks), k_scale=k_scale, v_scale=v_scale,
+            )  # fmt: skip
+            return (out, lse) if return_lse else out
+        tokens, kv_heads = q.shape[0], k.shape[1]
+        parts = self._parts(tokens * kv_heads, picks.shape[2])
+        sums, tops, masses = self._partials(q, parts)
+        self.team.run(
+            sparse_parts, arrays.token_seq, as_array(q.float().contiguous()), as_array(k), as_array(v),
+            picks.int().contiguous().numpy(), arrays.batch.page_table, arrays.batch.seq_lens, arrays.batch.positions,
+            block_size, parts,
+            np.float32(LOG2E * q.shape[2] ** -0.5), np.float32(k_scale), np.float32(v_scale), sums, tops, masses,
+        )  # fmt: skip
+        return self._finish(q, arrays, parts, sums, tops, masses, sinks, return_lse)
+
+    @overload
+    def dense_attention(
+        self, q: Tensor, k: Tensor, v: Tensor, batch: AttentionBatch,
+        *, sinks: Tensor | None = None, k_scale: float = 1.0, v_scale: float = 1.0, return_lse: Literal[False] = False,
+    ) -> Tensor: ...  # fmt: skip
+
+    @overload
+    def dense_attention(
+        self, q: Tensor, k: Tensor, v: Tensor, batch: AttentionBatch,
+        *, sinks: Tensor | None = None, k_scale: float = 1.0, v_scale: float = 1.0, return_lse: Literal[True],
+    ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+
+    def dense_attention(
+        self, q: Tensor, k: Tensor, v: Tensor, batch: AttentionBatch,
+        *, sinks: Tensor | None = None, k_scale: float = 1.0, v_scale: float = 1.0, return_lse: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+        """See `Ops.dense_attention`."""
+        if not self._takes(q, k):
+            out, lse = self._reference.dense_attention(
+                q, k, v, batch, sinks=sinks, k_scale=k_scale, v_scale=v_scale, return_lse=True
+            )
+            return (out, lse) if return_lse else out
+        check_attention(q, k, v, batch, sinks)
+        arrays = self._arrays(batch, k)
+        if _fits_tiles(q, k):
+            out, lse = torch.empty(q.shape, dtype=q.dtype), torch.empty(q.shape[:2])
+            prefill.dense(
+                self.team, self._scratch, as_array(q.contiguous()), as_array(k), as_array(v), arrays.batch,
+                as_array(out), as_array(lse), sinks=_sinks(sinks), k_scale=k_scale, v_scale=v_scale,
+            )  # fmt: skip
+            return (out, lse) if return_lse else out
+        group, kv_heads = q.shape[1] // k.shape[1], k.shape[1]
+        seq_lens, positions = arrays.batch.seq_lens, arrays.batch.positions
+        tiles = plan.query_tiles(arrays.token_seq, seq_lens, positions, max(1, MANY_ROWS // group))
+        longest = int(tiles[:, 3].max(initial=0))
+        parts = self._parts(len(tiles) * kv_heads, -(-longest // GRAIN))
+        sums, tops, masses = self._partials(q, parts)
+        self.team.run(
+            dense_parts, plan.dense_items(tiles, parts, GRAIN), as_array(q.float().contiguous()), as_array(k),
+            as_array(v), arrays.batch.page_table, positions, np.float32(LOG2E * q.shape[2] ** -0.5),
+            np.float32(k_scale), np.float32(v_scale), sums, tops, masses,
+        )  # fmt: skip
+        return self._finish(q, arrays, parts, sums, tops, masses, sinks, return_lse)
+
+    @overload
+    def index_value_attention(
+        self, index_q: Tensor, index_k: Tensor, index_v: Tensor, batch: AttentionBatch,
+        k_scale: float = 1.0, v_scale: float = 1.0, *, return_lse: Literal[False] = False,
+    ) -> Tensor: ...  # fmt: skip
+
+    @overload
+    def index_value_attention(
+        self, index_q: Tensor, index_k: Tensor, index_v: Tensor, batch: AttentionBatch,
+        k_scale: float = 1.0, v_scale: float = 1.0, *, return_lse: Literal[True],
+    ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+
+    def index_value_attention(
+        self, index_q: Tensor, index_k: Tensor, index_v: Tensor, batch: AttentionBatch,
+        k_scale: float = 1.0, v_scale: float = 1.0, *, return_lse: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+        """See `Ops.index_value_attention`."""
+        check_attention(index_q, index_k, index_v, batch, kv_heads=1)
+        out, lse = self.dense_attention(
+            index_q, index_k, index_v, batch, k_scale=k_scale, v_scale=v_scale, return_lse=True
+        )
+        return (out, lse) if return_lse else out
+
+    def _parts(self, items: int, most: int) -> int:
+        """Into how many parts each work item is cut, so that there is something for every thread, evenly."""
+        wanted = 8 * self.team.size if self.team.size > 1 else 1
+        return max(1, min(-(-wanted // max(items, 1)), most))
+
+    def _partials(self, q: Tensor, parts: int) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
+        tokens, heads, dim = q.shape
+        return (
+            self._scratch.get("sums", (tokens, heads, parts, dim), np.float32),
+            self._scratch.get("tops", (tokens, heads, parts), np.float32),
+            self._scratch.get("masses", (tokens, heads, parts), np.float32),
+        )
+
+    def _finish(
+        self, q: Tensor, arrays: _Arrays, parts: int, sums: NDArray[Any], tops: NDArray[Any], masses: NDArray[Any],
+        sinks: Tensor | None, return_lse: bool,
+    ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+        out, lse = torch.empty(q.shape, dtype=torch.float32), torch.empty(q.shape[:2], dtype=torch.float32)
+        parts_of = np.where(arrays.token_seq >= 0, np.int32(parts), np.int32(0))
+        sink = _sinks(sinks)
+        sink = np.empty(0, np.float32) if sink is None else sink
+        self.team.run(
+            finish, parts_of, sums, tops, masses, sink, out.numpy(), lse.numpy(), threads=1 + out.numel() // 65536
+        )
+        result = out.to(q.dtype)
+        return (result, lse) if return_lse else result
+
+    def _arrays(self, batch: AttentionBatch, plane: Tensor) -> _Arrays:
+        """The batch as arrays; a step's layers all pass the same batch, so the last one is kept.
+
+        Kernels trust page ids, so this is where one that `plane` does not have raises KernelInputError.
+        """
+        pages, _, page_size, _ = plane.shape
+        last = self._last
+        if last is None or last[0] is not batch or last[1].page_size != page_size:
+            last = self._last = (batch, _as_arrays(batch, page_size))
+        if last[1].last_page >= pages:
+            raise KernelInputError(f"page id {last[1].last_page} lies outside 0..{pages - 1}")
+        return last[1]
+
+    def _takes(self, q: Tensor, plane: Tensor) -> bool:
+        reason = ""
+        if plane.device.type != "cpu":
+            reason = f"planes on {plane.device}"
+        elif not is_readable(plane.dtype):
+            reason = f"planes of {plane.dtype}"
+        elif not q.is_floating_point():
+            reason = f"queries of {q.dtype}"
+        if reason and reason not in self._told:
+            self._told.add(reason)
+            logger.warning("%s: the torch reference is used instead of the CPU kernels", reason)
+        return not reason
+
+
+def _as_arrays(batch: AttentionBatch, page_size: int) -> _Arrays:
+    table = batch.page_table.int().contiguous().numpy()
+    seq_lens, starts, positions = (
+        tensor.int().contiguous().numpy() for tensor in (batch.seq_lens, batch.query_start, batch.positions)
+    )
+    if len(table) < len(seq_lens) or np.diff(starts, prepend=0).min(initial=0) < 0 or starts[:1].any():
+        raise KernelInputError(
+            f"query_start={starts.tolist()} and a page table of {len(table)} rows do not fit {len(seq_lens)} sequences"
+        )
+    if seq_lens.min(initial=0) < 0:
+        raise KernelInputError(f"seq_lens={seq_lens.tolist()} holds a negative length")
+    needed = -(-seq_lens // page_size)
+    if needed.max(initial=0) > table.shape[1]:
+        row = int(needed.argmax())
+        raise KernelInputError(
+            f"row {row}: seq_len={seq_lens[row]} does not fit {table.shape[1]} pages of {page_size} tokens"
+        )
+    used = table[np.arange(table.shape[1]) < needed[:, None]]
+    if used.min(initial=0) < 0:
+        raise KernelInputError(f"page id {used.min()} is below 0")
+    token_seq = np.full(batch.num_tokens, -1, np.int32)
+    plan.token_sequences(seq_lens, starts, positions, token_seq)
+    return _Arrays(ArrayBatch(table, seq_lens, starts, positions), token_seq, page_size, int(used.max(initial=0)))
+
+
+def _sinks(sinks: Tensor | None) -> NDArray[Any] | None:
+    return None if sinks is None else as_array(sinks.float().contiguous())
+
+
+def _fits_tiles(q: Tensor, plane: Tensor) -> bool:
+    """Whether matrix tiles take these operands."""
+    return q.dtype is plane.dtype is torch.bfloat16 and prefill.supports(q.shape[2])

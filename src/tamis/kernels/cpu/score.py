@@ -1,0 +1,136 @@
+"""Block scores and block selection (FACTS section 1)."""
+
+import numpy as np
+from numba import njit
+
+from tamis.kernels.cpu.lowfloat import FAST, fast_exp2
+from tamis.kernels.cpu.rows import TILE, load_tile, tile_logits
+from tamis.kernels.cpu.threads import take_ticket
+
+NEG_INF = np.float32(-np.inf)
+LN2 = np.float32(np.log(2.0))
+LOG2E = np.float32(1 / np.log(2.0))
+
+
+@njit(fastmath=FAST)
+def _largest(line, count):  # type: ignore[no-untyped-def]
+    """The largest of count numbers; NaN counts as -inf."""
+    best = NEG_INF
+    for t in range(count):
+        best = max(best, line[t]) if line[t] == line[t] else best
+    return best
+
+
+@njit(fastmath=FAST)
+def _sum_exp(line, count, peak):  # type: ignore[no-untyped-def]
+    """Sum of exp(line - peak) for a finite peak; NaN counts as -inf."""
+    total = np.float32(0)
+    for t in range(count):
+        total += fast_exp2((line[t] - peak) * LOG2E) if line[t] == line[t] else np.float32(0)
+    return total
+
+
+@njit(nogil=True, cache=True, fastmath=FAST)
+def score_tiles(tickets, items, q, k, page_table, positions, block_size, q_scale, k_scale, use_lse, scores):  # type: ignore[no-untyped-def]
+    """Work items int32 [n, 5]: sequence, first query token, tokens, first block, end block. q [T, Hi, Di] fp32.
+
+    Writes scores fp32 [Hi, T, NB] of blocks with a visible token; the caller has filled the rest with -inf.
+    """
+    heads, dim = q.shape[1], q.shape[2]
+    most = 0
+    for item in range(items.shape[0]):
+        most = max(most, items[item, 2])
+    queries, keys = np.empty((most * heads, dim), np.float32), np.empty((TILE, dim), np.float32)
+    logits = np.empty((most * heads, TILE), np.float32)
+    while True:
+        ticket = take_ticket(tickets, 0)
+        if ticket >= items.shape[0]:
+            return
+        seq, token, count, block, block_end = items[ticket]
+        rows = count * heads
+        for row in range(rows):
+            for d in range(dim):
+                queries[row, d] = q[token + row // heads, row % heads, d] * q_scale
+        first = positions[token]
+        end = min(block_end * block_size, first + count)
+        for at in range(block * block_size, end, TILE):
+            # A tile ends with its block, so that it counts for one block only.
+            place = at
+            while place < min(at + TILE, end):
+                size = min(min(at + TILE, end), (place // block_size + 1) * block_size) - place
+                load_tile(k, page_table, seq, 0, place, size, k_scale, keys)
+                tile_logits(queries, rows, keys, size, logits)
+                _merge(logits, rows, heads, token, first, place, size, place // block_size, use_lse, scores)
+                place += size
+
+
+@njit(fastmath=FAST)
+def _merge(logits, rows, heads, token, first, start, count, block, use_lse, scores):  # type: ignore[no-untyped-def]
+    """Join the logits of one tile into the scores of its block."""
+    for row in range(rows):
+        seen = min(count, first + row // heads + 1 - start)
+        if seen <= 0:
+            continue
+        line = logits[row]
+        t, h = token + row // heads, row % heads
+        before = scores[h, t, block]
+        best = _largest(line, seen)
+        if not use_lse or not np.isfinite(best) or not (np.isfinite(before) or before == NEG_INF):
+            scores[h, t, block] = max(before, best)
+            continue
+        peak = max(before, best)
+        total = _sum_exp(line, seen, peak)
+        if before != NEG_INF:
+            total += fast_exp2((before - peak) * LOG2E)
+        scores[h, t, block] = peak + np.float32(np.log(total))
+
+
+@njit(nogil=True, cache=True)
+def select(tickets, scores, positions, block_size, init_blocks, local_blocks, picks):  # type: ignore[no-untyped-def]
+    """picks int32 [Hi, T, topk] from scores fp32 [Hi, T, NB]; one work item a head and token.
+
+    The best so far are kept sorted, best first; a later block must be better, not equal, to push one out, so ties stay
+    with the lowest id.
+    """
+    heads, tokens, blocks = scores.shape
+    topk = picks.shape[2]
+    best, ids = np.empty(topk + 1, np.float32), np.empty(topk + 1, np.int32)
+    while True:
+        ticket = take_ticket(tickets, 0)
+        if ticket >= heads * tokens:
+            return
+        head, token = ticket // tokens, ticket % tokens
+        own = positions[token] // block_size if positions[token] >= 0 else -1
+        line, chosen = scores[head, token], picks[head, token]
+        seen = min(blocks, own + 1)
+        early, late = min(init_blocks, seen), max(own - local_blocks + 1, 0)
+        room = topk - early - max(seen - max(late, early), 0)
+        found = 0
+        for block in range(early, min(late, seen)):
+            score = line[block]
+            if not score > NEG_INF or room <= 0 or (found == room and not score > best[found - 1]):
+                continue
+            at = found if found < room else found - 1
+            while at > 0 and best[at - 1] < score:
+                best[at], ids[at] = best[at - 1], ids[at - 1]
+                at -= 1
+            best[at], ids[at] = score, block
+            found = min(found + 1, room)
+        _write_picks(chosen, ids, found, early, max(late, early), seen)
+
+
+@njit
+def _write_picks(chosen, ids, found, early, late, seen):  # type: ignore[no-untyped-def]
+    """Init blocks, the found ones in ascending order, local blocks; then -1."""
+    count = 0
+    for block in range(early):
+        chosen[count] = block
+        count += 1
+    middle = np.sort(ids[:found])
+    for i in range(found):
+        chosen[count] = middle[i]
+        count += 1
+    for block in range(late, seen):
+        chosen[count] = block
+        count += 1
+    chosen[count:] = -1

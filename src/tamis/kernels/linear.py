@@ -1,0 +1,134 @@
+"""The model's own path: what layers compute beside attention, and the weights they compute it with.
+
+One `ModelOps` protocol, as for attention: `kernels/dense.py` is plain torch and the specification, and
+`kernels/cpu/model.py` is Numba where few rows are computed and torch's matrix products where many are.
+
+Shapes: T tokens, C hidden size, I intermediate size, E experts. The residual stream `x` is fp32 [T, C] and is added to
+in place; what goes into and comes out of a projection is in the model's dtype, sums are fp32.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from tamis.kernels.quant import Matrix
+
+
+class Linear(nn.Module):
+    """A projection from `inputs` to `outputs`, or one for each of `experts`; its storage comes with its weights."""
+
+    def __init__(
+        self, inputs: int, outputs: int, dtype: torch.dtype, *, bias: bool = False, experts: int | None = None
+    ) -> None:
+        super().__init__()
+        self.shape = (outputs, inputs) if experts is None else (experts, outputs, inputs)
+        self.dtype = dtype
+        """Of inputs and outputs; how the weight is stored is its own affair."""
+        self._weight: Matrix | None = None
+        empty = torch.empty(outputs, dtype=torch.float32, device="meta")
+        self.bias = nn.Parameter(empty, requires_grad=False) if bias else None
+
+    @property
+    def weight(self) -> Matrix:
+        """[outputs, inputs], or [experts, outputs, inputs]."""
+        assert self._weight is not None, "the weight is used before it was loaded"
+        return self._weight
+
+    @weight.setter
+    def weight(self, weight: Matrix) -> None:
+        assert weight.shape == self.shape, f"a weight of {weight.shape} for a projection of {self.shape}"
+        self._weight = weight
+
+
+class Norm(Protocol):
+    """An RMS norm: x / rms(x) * weight."""
+
+    @property
+    def weight(self) -> Tensor:
+        """fp32 [dim]."""
+
+    @property
+    def eps(self) -> float:
+        """Added to the mean square."""
+
+
+@dataclass(frozen=True)
+class HeadGroup:
+    """Neighbouring outputs of a projection that are heads of one kind."""
+
+    heads: int
+    dim: int
+    norm: Norm | None = None
+    """Over each head, before it rotates."""
+    rotates: bool = False
+
+
+@dataclass(frozen=True)
+class Gate:
+    """How gate and up become one: silu(gate) * up, or clamped (up + 1) * gate * sigmoid(alpha * gate) (FACTS 3)."""
+
+    clamped: bool = False
+    alpha: float = 1.0
+    limit: float = 0.0
+
+
+@dataclass(frozen=True)
+class GatedWeights:
+    """down(gate(gate_up(x))); `gate_up` gives I gates, then I ups."""
+
+    gate_up: Linear
+    down: Linear
+    gate: Gate
+
+
+@dataclass(frozen=True)
+class ExpertWeights:
+    """Routed experts behind a sigmoid router with a selection bias, and one that every token takes."""
+
+    router: Tensor
+    """fp32 [E, C]."""
+    router_bias: Tensor
+    """fp32 [E], counts for the choice alone."""
+    topk: int
+    scaling: float
+    """The weights of a token's experts sum to this."""
+    routed: GatedWeights
+    shared: GatedWeights | None
+
+
+Rope = tuple[Tensor, Tensor]
+"""cos and sin of the step's positions, fp32 [T, rotary_dim / 2]."""
+
+
+class ModelOps(Protocol):
+    """The operations between attention layers."""
+
+    name: str
+
+    def embed(self, table: Linear, token_ids: Tensor) -> Tensor:
+        """Rows of an embedding table: int64 [T] -> fp32 [T, C]."""
+
+    def heads(self, x: Tensor, norm: Norm, linear: Linear, groups: Sequence[HeadGroup], rope: Rope) -> list[Tensor]:
+        """Project norm(x) and finish each head: its norm, then its rotation (channel i with i + rotary_dim / 2).
+
+        Returns [T, heads, dim] for each group, contiguous. The next call may overwrite them.
+        """
+
+    def add_projection(self, x: Tensor, y: Tensor, linear: Linear) -> None:
+        """x += linear(y)."""
+
+    def add_gated(self, x: Tensor, norm: Norm, weights: GatedWeights) -> None:
+        """x += the gated MLP of norm(x)."""
+
+    def add_experts(self, x: Tensor, norm: Norm, weights: ExpertWeights) -> None:
+        """x += the weighted sum of the chosen experts of norm(x), and the shared one.
+
+        An expert is chosen by sigmoid score + bias, the lowest number first among equals; its weight is its score over
+        the sum of the chosen ones', times the scaling.
+        """
+
+    def logits(self, x: Tensor, norm: Norm, linear: Linear) -> Tensor:
+        """linear(norm(x)) in fp32 [T, outputs]."""
