@@ -9,8 +9,10 @@ PROMPT ?= What is the capital of France?
 help:  ## show the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 10
 
+# Through the environment, so that no shell reads what is in the question.
+run: export TAMIS_QUESTION := $(value PROMPT)
 run: $(VENV)/run.stamp  ## install, fetch the built-in model, answer PROMPT
-	@$(BIN)/tamis generate --prompt "$(PROMPT)"
+	@$(BIN)/tamis generate --prompt "$$TAMIS_QUESTION"
 
 test: $(VENV)/dev.stamp  ## fetch the built-in model, run all tests
 	@$(BIN)/tamis pull
@@ -29,16 +31,19 @@ wheel: $(VENV)/dev.stamp  ## build dist/tamis-*.whl
 	$(BIN)/python -m build --wheel
 
 clean:  ## remove the virtual environment and build products
-	rm -rf $(VENV) dist build .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(BIN)/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "tamis needs Python 3.11 or later; try make PYTHON=python3.12")'
-	$(PYTHON) -m venv $(VENV)
+	$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
 
 $(VENV)/run.stamp: pyproject.toml | $(BIN)/python
-	$(BIN)/python -m pip install --disable-pip-version-check -q -e .
+	@echo "Installing torch and the rest into $(VENV): about 1 GB, up to 5 GB where pip takes torch with CUDA."
+	@echo "It takes a minute or more; pip is silent while it unpacks."
+	$(BIN)/python -m pip install --disable-pip-version-check -e .
 	@touch $@
 
 $(VENV)/dev.stamp: pyproject.toml | $(BIN)/python
-	$(BIN)/python -m pip install --disable-pip-version-check -q -e '.[dev]'
+	@echo "Installing torch and what the tests need into $(VENV): a minute or more; pip is silent while it unpacks."
+	$(BIN)/python -m pip install --disable-pip-version-check -e '.[dev]'
 	@touch $@ $(VENV)/run.stamp

@@ -3,6 +3,8 @@
 The names below are the public ones. They are loaded when they are first used, so that `import tamis` is quick.
 """
 
+import os
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +16,11 @@ if TYPE_CHECKING:
     from tamis.request import Completion, FinishReason, SamplingParams, TokenEvent, Usage
 
     __version__: str
+
+# OpenMP reads this when torch is loaded. Threads that spin while they wait for each other make a step more than ten
+# times slower as soon as anything else runs on the machine.
+if "torch" not in sys.modules:
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 __all__ = [
     "LLM",

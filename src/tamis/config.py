@@ -43,7 +43,7 @@ class ParallelContext:
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary position embedding, half-split pairing (FACTS section 3)."""
+    """Rotary position embedding, half-split pairing (facts.md section 3)."""
 
     theta: float
     """Base of the frequencies."""
@@ -88,7 +88,7 @@ class RopeConfig:
 
 @dataclass(frozen=True)
 class SparseAttentionConfig:
-    """The index branch of sparse layers and how it selects blocks (FACTS section 1)."""
+    """The index branch of sparse layers and how it selects blocks (facts.md section 1)."""
 
     index_heads: int
     index_head_dim: int
@@ -136,7 +136,7 @@ class SparseAttentionConfig:
 
 @dataclass(frozen=True)
 class MoEConfig:
-    """Mixture-of-experts MLPs: sigmoid router with a selection bias, one shared expert (FACTS section 3)."""
+    """Mixture-of-experts MLPs: sigmoid router with a selection bias, one shared expert (facts.md section 3)."""
 
     layers: tuple[bool, ...]
     """By layer id: True where the MLP is a mixture of experts."""

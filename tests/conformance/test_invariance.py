@@ -1,4 +1,4 @@
-"""fp32 invariance: page size, chunk size and the other rows of a batch change nothing (DESIGN section 7)."""
+"""fp32 invariance: page size, chunk size and the other rows of a batch change nothing."""
 
 from collections.abc import Iterator
 

@@ -298,7 +298,7 @@ def calls(pool: SparseKVPool, layer: object, one: dict[str, Tensor]) -> dict[str
 
 
 def layer_error(method: str, layer: object, twin: Twin) -> type[Exception] | None:
-    """The error that DESIGN 3 promises for this method and layer; None: it is a right one."""
+    """The error that is documented for this method and layer; None: it is a right one."""
     if type(layer) is not int:
         return NotALayerIdError
     if layer not in twin.layers:

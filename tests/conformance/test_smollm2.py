@@ -78,13 +78,13 @@ def test_logits(oracle: Any, llm: LLM) -> None:
 
 
 @pytest.mark.slow
-def test_perplexity_of_a_long_document(oracle: Any, llm: LLM, builtin_gguf: Path) -> None:
-    ids = document(llm, 3000)
-    logprobs = tiny.oracle_logits(oracle, ids).log_softmax(-1)
-    wanted = math.exp(-float(logprobs[:-1].gather(1, torch.tensor(ids[1:])[:, None]).double().mean()))
-    assert perplexity(llm, ids) == pytest.approx(wanted, rel=1e-4)
-    with LLM(str(builtin_gguf), dtype="bf16", kv_budget=200 << 20) as rounded:
-        assert perplexity(rounded, ids) == pytest.approx(wanted, rel=0.005)
+def test_perplexity_of_a_long_document(oracle: Any, builtin_gguf: Path) -> None:
+    """As the model runs by default: weights and pool rounded, kernels for this CPU."""
+    with LLM(str(builtin_gguf), kv_budget=200 << 20) as llm:
+        ids = document(llm, 3000)
+        logprobs = tiny.oracle_logits(oracle, ids).log_softmax(-1)
+        wanted = math.exp(-float(logprobs[:-1].gather(1, torch.tensor(ids[1:])[:, None]).double().mean()))
+        assert perplexity(llm, ids) == pytest.approx(wanted, rel=0.005)
 
 
 def test_capital_of_france(builtin_gguf: Path) -> None:

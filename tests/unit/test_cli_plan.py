@@ -84,7 +84,7 @@ def test_plan_by_storage_type() -> None:
 
 
 def test_plan_of_one_rank() -> None:
-    """FACTS section 4: from four ranks on a KV head is whole, index K is on every rank."""
+    """facts.md section 4: from four ranks on a KV head is whole, index K is on every rank."""
     assert plan("minimax-m3", "--tp-size", "4")["bytes_per_token"]["total"] == 45_312
     assert plan("minimax-m3", "--tp-size", "8")["bytes_per_token"]["total"] == 45_312
     stages = [plan("minimax-m3", "--pp-size", "7", "--pp-rank", str(rank)) for rank in range(7)]

@@ -2,12 +2,14 @@
 
 import contextlib
 import itertools
+import linecache
 import random
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -15,6 +17,7 @@ import pytest
 import torch
 
 from support.engines import expected_greedy, greedy, make_engine, run
+from support.model_dirs import write_model
 from tamis import LLM, FinishReason
 from tamis.engine.batch import Batch
 from tamis.engine.engine import Engine
@@ -67,8 +70,11 @@ def stream_partly(llm: LLM) -> None:
 
 
 class InterruptAt:
-    """A trace function that sends SIGINT at the `count`-th line that runs in the package (the gate itself left out:
-    Python looks for signals at calls, and the gate counts on that)."""
+    """A trace function that sends SIGINT at the `count`-th line that runs in the package.
+
+    Python looks for signals at calls, so not where there is none: at a line that says `try:` and no more, or between
+    the lines of the gate, which counts on that.
+    """
 
     def __init__(self, count: int) -> None:
         self.left = count
@@ -77,7 +83,7 @@ class InterruptAt:
         file = frame.f_code.co_filename
         if "/tamis/" not in file or file.endswith("signals.py"):
             return None
-        self.left -= event == "line"
+        self.left -= event == "line" and linecache.getline(file, frame.f_lineno).strip() not in ("try:", "finally:")
         if not self.left:
             sys.settrace(None)
             signal.raise_signal(signal.SIGINT)
@@ -125,13 +131,15 @@ def interrupt_main_thread(after_s: float) -> None:
 
 
 def during_a_step(engine: Engine, monkeypatch: pytest.MonkeyPatch, action: Callable[[], None]) -> None:
-    """Let `action` happen once, while the model computes."""
+    """Let `action` happen once, as if between two layers of the model."""
     run, left = engine.runner.run, [action]
 
     def act_and_run(batch: Batch) -> torch.Tensor:
+        logits = run(batch)
         if left:
             left.pop()()
-        return run(batch)
+        engine.signals.deliver()
+        return logits
 
     monkeypatch.setattr(engine.runner, "run", act_and_run)
 
@@ -147,6 +155,26 @@ def test_an_interrupted_step_is_taken_again_for_everybody_else(
     engine.check()
     tokens += [event.token_id for event in other]
     assert tokens == expected_greedy([9, 8, 7], 8, ends=())
+
+
+def test_an_interrupt_in_a_layer_waits_for_its_end_and_for_no_other(tmp_path: Path) -> None:
+    """Kernels may have threads of their own at work."""
+    heard: list[str] = []
+    with LLM(write_model(tmp_path), dtype="fp32", kv_budget="64KiB", kernels="reference") as llm:
+        (wanted,) = llm.generate([[5, 6]], greedy(4))
+        first, second = llm._engine.runner.model.layers
+        hooks = [
+            first.register_forward_pre_hook(lambda *_: signal.raise_signal(signal.SIGINT)),
+            first.register_forward_hook(lambda *_: heard.append("the first layer ended")),
+            second.register_forward_pre_hook(lambda *_: heard.append("the second layer began")),
+        ]
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate([[5, 6]], greedy(4))
+        assert heard == ["the first layer ended"]
+        for hook in hooks:
+            hook.remove()
+        check_idle(llm._engine)
+        assert llm.generate([[5, 6]], greedy(4)) == [wanted]
 
 
 def test_a_signals_handler_may_close_the_llm_in_the_middle_of_a_step(

@@ -51,7 +51,7 @@ def read_own(folder: Path, sparse: dict[str, Any] | None = None, **changes: Any)
 
 
 def test_the_released_configuration_is_shipped() -> None:
-    """FACTS section 3: what `tamis plan minimax-m3` plans with."""
+    """facts.md section 3: what `tamis plan minimax-m3` plans with."""
     config = load_config(resolve("minimax-m3", weights=False))
     assert (config.family, config.num_layers, config.hidden_size, config.vocab_size) == ("minimax_m3", 60, 6144, 200064)
     assert (config.q_heads, config.kv_heads, config.head_dim, config.intermediate_size) == (64, 4, 128, 12288)

@@ -40,9 +40,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     number: ended by SIGTERM or SIGHUP.
     """
     options = CommonOptions()
-    # OpenMP reads this when torch is loaded. Threads that spin while they wait for each other make a step more than ten
-    # times slower as soon as anything else runs on the machine.
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     # The tokenizers library's own report of what becomes an error message here.
     os.environ.setdefault("RUST_BACKTRACE", "0")
     try:

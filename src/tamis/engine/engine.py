@@ -120,8 +120,8 @@ class Engine:
         """Compute one batch; returns what happened since the last call.
 
         Where the batch fails, its requests end with an event that carries the error, their pages come back, and the
-        engine goes on. An interrupt (KeyboardInterrupt) comes out between two layers of the model; the step is taken back
-        then, and the requests go on with the next one.
+        engine goes on. An interrupt (KeyboardInterrupt) comes out between two layers of the model; the step is taken
+        back then, and the requests go on with the next one.
         """
         with self.signals:
             chunks = self.scheduler.schedule()

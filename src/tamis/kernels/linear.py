@@ -68,7 +68,7 @@ class HeadGroup:
 
 @dataclass(frozen=True)
 class Gate:
-    """How gate and up become one: silu(gate) * up, or clamped (up + 1) * gate * sigmoid(alpha * gate) (FACTS 3)."""
+    """How gate and up become one: silu(gate) * up, or clamped (up + 1) * gate * sigmoid(alpha * gate) (facts.md 3)."""
 
     clamped: bool = False
     alpha: float = 1.0

@@ -49,7 +49,7 @@ class ReferenceOps:
         self, index_q: Tensor, index_k: Tensor, batch: AttentionBatch, sparse: SparseAttentionConfig,
         k_scale: float = 1.0,
     ) -> Tensor:  # fmt: skip
-        """See `Ops.score_blocks` (FACTS section 1); raises KernelInputError on operands that do not fit."""
+        """See `Ops.score_blocks` (facts.md section 1); raises KernelInputError on operands that do not fit."""
         check_attention(index_q, index_k, index_k, batch, kv_heads=1)
         tokens, heads, dim = index_q.shape
         size = sparse.block_size
@@ -67,7 +67,7 @@ class ReferenceOps:
         return scores
 
     def select_blocks(self, scores: Tensor, positions: Tensor, sparse: SparseAttentionConfig) -> Tensor:
-        """See `Ops.select_blocks` (FACTS section 1); raises KernelInputError on operands that do not fit."""
+        """See `Ops.select_blocks` (facts.md section 1); raises KernelInputError on operands that do not fit."""
         check_scores(scores, positions)
         blocks = scores.shape[2]
         if scores.numel() == 0:
@@ -153,7 +153,7 @@ class ReferenceOps:
         self, index_q: Tensor, index_k: Tensor, index_v: Tensor, batch: AttentionBatch,
         k_scale: float = 1.0, v_scale: float = 1.0, *, return_lse: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
-        """See `Ops.index_value_attention` (FACTS section 1); raises KernelInputError on operands that do not fit."""
+        """See `Ops.index_value_attention` (facts.md section 1); raises KernelInputError on operands that do not fit."""
         check_attention(index_q, index_k, index_v, batch, kv_heads=1)
         out, lse = _attention(index_q, index_k, index_v, batch, None, None, k_scale, v_scale)
         return (out, lse) if return_lse else out

@@ -127,7 +127,7 @@ class KVLayout:
         parallel: ParallelContext | None = None,
         scales: tuple[LayerScales, ...] | None = None,
     ) -> "KVLayout":
-        """The layout of a model on one rank (FACTS section 4): KV heads are split, index planes are on every rank.
+        """The layout of a model on one rank (facts.md section 4): KV heads are split, index planes are on every rank.
 
         Where there are more ranks than KV heads, neighbours hold the same head. Raises PageSizeError if `page_size`
         does not divide the sparse block, ConfigError if heads or layers cannot be split so.
@@ -236,7 +236,7 @@ class KVLayout:
 
     @property
     def bytes_per_token(self) -> dict[str, int]:
-        """Bytes a token takes here: "main", "index_k" (K-only layers), "index_kv", "total" (FACTS section 4)."""
+        """Bytes a token takes here: "main", "index_k" (K-only layers), "index_kv", "total" (facts.md section 4)."""
         main = 2 * len(self.local_layers) * self.kv_heads * self.head_dim * self.dtype.itemsize
         index = self.index_head_dim * self.index_storage.itemsize
         index_k = len(self.index_k_layers) * index

@@ -3,6 +3,7 @@
 Shapes: T tokens of the step, C hidden size, Hq/Hkv/Hi query, KV and index heads, D and Di their dims.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -36,7 +37,7 @@ class StepContext:
 
 
 class Attention(nn.Module):
-    """Dense or block-sparse attention; the layer's kind decides which planes it writes (FACTS section 1).
+    """Dense or block-sparse attention; the layer's kind decides which planes it writes (facts.md section 1).
 
     K and V of the step's tokens are written first and everything is read back from the pool, so that a token sees its
     own chunk rounded exactly as it would see a cached prefix.

@@ -98,7 +98,7 @@ class GatedMLP(nn.Module):
 
 
 class MixtureOfExperts(nn.Module):
-    """Sigmoid router with a selection bias, top-k routed experts and a shared one (FACTS section 3)."""
+    """Sigmoid router with a selection bias, top-k routed experts and a shared one (facts.md section 3)."""
 
     def __init__(self, config: ModelConfig, moe: MoEConfig, dtype: torch.dtype) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""config.json of MiniMax-M3 shaped models, as the checkpoint spells it and as transformers does (FACTS section 3)."""
+"""config.json of MiniMax-M3 shaped models, as the checkpoint spells it and as transformers does (facts.md 3)."""
 
 import logging
 from collections.abc import Mapping

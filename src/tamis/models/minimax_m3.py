@@ -1,4 +1,4 @@
-"""Weight plans of MiniMax-M3: as released, as transformers saves it, and as GGUF (names in FACTS section 3).
+"""Weight plans of MiniMax-M3: as released, as transformers saves it, and as GGUF (names in facts.md section 3).
 
 The three spellings differ in prefixes, in where the index branch and the experts are filed, in whether gate and up are
 one tensor, and in whether the 1 of Gemma norms is already added. Each of these is looked up in the checkpoint's own

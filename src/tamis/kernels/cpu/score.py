@@ -1,4 +1,4 @@
-"""Block scores and block selection (FACTS section 1)."""
+"""Block scores and block selection (facts.md section 1)."""
 
 import numpy as np
 from numba import njit
