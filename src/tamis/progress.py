@@ -1,8 +1,8 @@
-"""How long work reports that it moves: downloads and weights in bytes, prefill in tokens."""
+"""How long work reports that it moves: downloads and weights in bytes, prefill in tokens, preparations in steps."""
 
 from typing import Literal, Protocol
 
-Unit = Literal["bytes", "tokens"]
+Unit = Literal["bytes", "tokens", "steps"]
 
 
 class Progress(Protocol):

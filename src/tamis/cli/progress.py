@@ -43,9 +43,11 @@ class ProgressBars:
     def start(self, task: str, total: int | None, unit: Unit) -> None:
         """Show a bar for `task`; one that still stands is taken down first."""
         self.finish()
-        amounts = (DownloadColumn(), TransferSpeedColumn()) if unit == "bytes" else (TokensColumn(),)
+        amounts: dict[Unit, tuple[ProgressColumn, ...]] = {
+            "bytes": (DownloadColumn(), TransferSpeedColumn()), "tokens": (TokensColumn(),), "steps": (),
+        }  # fmt: skip
         self._bars = RichProgress(
-            TextColumn("{task.description}"), BarColumn(), *amounts, TimeRemainingColumn(),
+            TextColumn("{task.description}"), BarColumn(), *amounts[unit], TimeRemainingColumn(),
             console=self._console, transient=True,
             redirect_stdout=False, redirect_stderr=False,
         )  # fmt: skip

@@ -14,7 +14,7 @@ from tamis.kernels import choose_ops
 from tamis.models import ModelSource, load_config
 from tamis.models.gguf_file import GGUFFile
 from tamis.models.loader import load_model
-from tamis.progress import Progress
+from tamis.progress import NoProgress, Progress
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ def build_engine(
     ops, reason = choose_ops(settings)
     logger.info("%s in %s with %s kernels: %s", source.name, settings.dtype, ops.name, reason)
     runner = Runner(model, pool, ops, settings.device)
-    runner.warm_up()
+    runner.warm_up(progress or NoProgress())
     return Engine(
         runner,
         max_batch_tokens=settings.max_batch_tokens,

@@ -9,6 +9,7 @@ from tamis.kernels import AttentionBatch, Ops, choose_model_ops
 from tamis.kv import SparseKVPool
 from tamis.models.attention import StepContext
 from tamis.models.decoder import CausalLM
+from tamis.progress import Progress
 
 WARM_UP_TOKENS = 32
 """More rows than any kernel for few rows takes."""
@@ -48,13 +49,17 @@ class Runner:
         logits: Tensor = self.model(self._ints(batch.token_ids), step, self._ints(batch.logit_rows))
         return logits
 
-    def warm_up(self) -> None:
+    def warm_up(self, progress: Progress) -> None:
         """Compile what the model's kernels need, by running a few tokens on the pool's padding page."""
         page_size = self.pool.layout.page_size
-        for tokens in (1, WARM_UP_TOKENS):
-            batch = Batch()
-            batch.add([0] * tokens, 0, [t % page_size for t in range(tokens)], [0] * -(-tokens // page_size), 1)
-            self.run(batch)
+        progress.start("preparing kernels (compiled once)", None, "steps")
+        try:
+            for tokens in (1, WARM_UP_TOKENS):
+                batch = Batch()
+                batch.add([0] * tokens, 0, [t % page_size for t in range(tokens)], [0] * -(-tokens // page_size), 1)
+                self.run(batch)
+        finally:
+            progress.finish()
 
     def close(self) -> None:
         """End what the kernels keep running."""
