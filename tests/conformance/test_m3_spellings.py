@@ -6,15 +6,18 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from support import spellings, tiny
 from support.running import chunked_logits, random_ids
 from tamis.config import LayerKind
-from tamis.errors import MissingTensorError, TensorShapeError, UnexpectedTensorError
+from tamis.errors import CorruptFileError, MissingTensorError, TensorShapeError, UnexpectedTensorError
 from tamis.models import load_config
+from tamis.models.checkpoint import SafetensorsCheckpoint
 from tamis.models.decoder import CausalLM
 from tamis.models.hub import ModelSource
 from tamis.models.loader import load_model
+from tamis.progress import NoProgress, Unit
 
 
 def load(path: Path) -> CausalLM:
@@ -113,3 +116,23 @@ def test_surplus_tensor_is_named(tmp_path: Path, saved: Path) -> None:
     save_file(weights, tmp_path / "model.safetensors")
     with pytest.raises(UnexpectedTensorError, match=r"model\.layers\.9\.input_layernorm\.weight"):
         load(tmp_path)
+
+
+def test_the_progress_of_a_load_that_fails_is_finished(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+
+    class Told(NoProgress):
+        def start(self, task: str, total: int | None, unit: Unit) -> None:
+            told.append("start")
+
+        def finish(self) -> None:
+            told.append("finish")
+
+    def broken(*_: object) -> Tensor:
+        raise CorruptFileError("cut short")
+
+    monkeypatch.setattr(SafetensorsCheckpoint, "read", broken)
+    source = ModelSource("saved", saved, "directory")
+    with pytest.raises(CorruptFileError):
+        load_model(source, load_config(source), dtype=torch.float32, progress=Told())
+    assert told == ["start", "finish"]

@@ -34,6 +34,18 @@ def check_pages(pages: Tensor, plane: Tensor) -> None:
         raise KernelInputError(f"page ids {int(pages.min())} to {int(pages.max())} lie outside 0..{plane.shape[0] - 1}")
 
 
+def check_lengths(lengths: list[int]) -> None:
+    """Raise KernelInputError where a sequence's length is negative."""
+    if min(lengths, default=0) < 0:
+        raise KernelInputError(f"seq_lens={lengths} holds a negative length")
+
+
+def check_fits(row: int, length: int, columns: int, page_size: int) -> None:
+    """Raise KernelInputError where a sequence is longer than the columns of its page table hold."""
+    if length > columns * page_size:
+        raise KernelInputError(f"row {row}: seq_len={length} does not fit {columns} pages of {page_size} tokens")
+
+
 def check_attention(
     q: Tensor, k: Tensor, v: Tensor, batch: AttentionBatch, sinks: Tensor | None = None, *, kv_heads: int | None = None
 ) -> None:

@@ -14,8 +14,15 @@ import torch
 from torch import Tensor
 
 from tamis.config import SparseAttentionConfig
-from tamis.errors import KernelInputError
-from tamis.kernels.checks import check_attention, check_pages, check_picks, check_scores, check_write
+from tamis.kernels.checks import (
+    check_attention,
+    check_fits,
+    check_lengths,
+    check_pages,
+    check_picks,
+    check_scores,
+    check_write,
+)
 from tamis.kernels.ops import AttentionBatch
 from tamis.kernels.paging import gather_pages, write_slots
 
@@ -193,8 +200,7 @@ class _Selection:
 
 def _lengths(batch: AttentionBatch) -> list[int]:
     lengths: list[int] = batch.seq_lens.tolist()
-    if min(lengths, default=0) < 0:
-        raise KernelInputError(f"seq_lens={lengths} holds a negative length")
+    check_lengths(lengths)
     return lengths
 
 
@@ -205,12 +211,8 @@ def _sequences(batch: AttentionBatch, plane: Tensor) -> Iterator[_Sequence]:
         rows = slice(starts[row], starts[row + 1])
         if rows.start == rows.stop or length == 0:
             continue
-        needed = -(-length // plane.shape[2])
-        if needed > batch.page_table.shape[1]:
-            raise KernelInputError(
-                f"row {row}: seq_len={length} does not fit {batch.page_table.shape[1]} pages of {plane.shape[2]} tokens"
-            )
-        pages = batch.page_table[row, :needed]
+        check_fits(row, length, batch.page_table.shape[1], plane.shape[2])
+        pages = batch.page_table[row, : -(-length // plane.shape[2])]
         check_pages(pages, plane)
         yield _Sequence(rows, length, pages, batch.positions[rows].long().clamp(max=length - 1))
 

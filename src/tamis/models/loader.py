@@ -92,23 +92,25 @@ def _fill(
     """Give every parameter its values, one at a time, so that nothing is held twice."""
     stored = sum(checkpoint.nbytes(piece.name) for pieces in plan.parameters.values() for piece in pieces)
     progress.start("loading weights", stored, "bytes")
-    for name, pieces in plan.parameters.items():
-        path, _, leaf = name.rpartition(".")
-        module = model.get_submodule(path)
-        if isinstance(module, Linear) and leaf == "weight":
-            matrix = empty_matrix(choose_format(quant, dtype, name, pieces, checkpoint), module.shape)
-            for piece in pieces:
-                _fill_matrix(matrix, piece, checkpoint)
-                progress.advance(checkpoint.nbytes(piece.name))
-            module.weight = matrix
-        else:
-            value = torch.empty(module.get_parameter(leaf).shape)
-            for piece in pieces:
-                tensor = checkpoint.read(piece.name)
-                value[piece.into].copy_(piece.transform(tensor) if piece.transform else tensor)
-                progress.advance(checkpoint.nbytes(piece.name))
-            setattr(module, leaf, nn.Parameter(value, requires_grad=False))
-    progress.finish()
+    try:
+        for name, pieces in plan.parameters.items():
+            path, _, leaf = name.rpartition(".")
+            module = model.get_submodule(path)
+            if isinstance(module, Linear) and leaf == "weight":
+                matrix = empty_matrix(choose_format(quant, dtype, name, pieces, checkpoint), module.shape)
+                for piece in pieces:
+                    _fill_matrix(matrix, piece, checkpoint)
+                    progress.advance(checkpoint.nbytes(piece.name))
+                module.weight = matrix
+            else:
+                value = torch.empty(module.get_parameter(leaf).shape)
+                for piece in pieces:
+                    tensor = checkpoint.read(piece.name)
+                    value[piece.into].copy_(piece.transform(tensor) if piece.transform else tensor)
+                    progress.advance(checkpoint.nbytes(piece.name))
+                setattr(module, leaf, nn.Parameter(value, requires_grad=False))
+    finally:
+        progress.finish()
 
 
 def choose_format(

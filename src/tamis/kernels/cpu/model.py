@@ -107,7 +107,7 @@ class CpuModelOps:
         else:
             out = self._buffer("projected", (len(x), linear.shape[-2]), linear.dtype)
             self._multiply(y, linear, out)
-            self._add(x, out, np.arange(len(x))[:, None], np.ones((len(x), 1), np.float32))
+            x += out
 
     def add_gated(self, x: Tensor, norm: Norm, weights: GatedWeights) -> None:
         """See `ModelOps.add_gated`."""
@@ -116,10 +116,9 @@ class CpuModelOps:
         elif len(x) <= self._pair(weights)[0].few:
             self._few_gated(x, norm, None, weights)
         else:
-            tokens = len(x)
-            out = self._buffer("parts", (tokens, x.shape[1]), weights.down.dtype)
+            out = self._buffer("parts", tuple(x.shape), weights.down.dtype)
             self._gated(self._norm(x, norm, weights.gate_up.dtype), weights, out)
-            self._add(x, out, np.arange(tokens)[:, None], np.ones((tokens, 1), np.float32))
+            x += out
 
     def add_experts(self, x: Tensor, norm: Norm, weights: ExpertWeights) -> None:
         """See `ModelOps.add_experts`."""
@@ -218,10 +217,8 @@ class CpuModelOps:
             self._gated(inputs, shared, parts[routed:])
             columns.append(np.arange(routed, routed + tokens)[:, None])
             factors.append(np.ones((tokens, 1), np.float32))
-        self._add(x, parts, np.concatenate(columns, axis=1), np.concatenate(factors, axis=1))
-
-    def _add(self, x: Tensor, parts: Tensor, places: NDArray[Any], shares: NDArray[Any]) -> None:
-        self.team.run(many.add_rows, as_array(parts), places, shares, x.numpy(), CHUNK)
+        places, factor = np.concatenate(columns, axis=1), np.concatenate(factors, axis=1)
+        self.team.run(many.add_rows, as_array(parts), places, factor, x.numpy(), CHUNK)
 
     def _multiply_each(self, x: Tensor, linear: Linear, out: Tensor, expert_rows: Sequence[int] | None) -> None:
         if expert_rows is None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tamis.config import SparseAttentionConfig
 from tamis.errors import KernelInputError
-from tamis.kernels.checks import check_attention, check_picks, check_scores
+from tamis.kernels.checks import check_attention, check_fits, check_lengths, check_picks, check_scores
 from tamis.kernels.cpu import plan, prefill
 from tamis.kernels.cpu.attend import dense_parts, finish, sparse_parts
 from tamis.kernels.cpu.lowfloat import as_array, is_readable
@@ -95,8 +95,9 @@ class CpuOps:
         tiles = plan.query_tiles(arrays.token_seq, seq_lens, positions, max(1, MANY_ROWS // heads))
         items = plan.score_items(tiles, sparse.block_size, SPAN)
         self.team.run(
-            score_tiles, items, as_array(index_q.float()), as_array(index_k), arrays.batch.page_table, positions,
-            sparse.block_size, np.float32(dim**-0.5), np.float32(k_scale), sparse.score_type == "lse", as_array(scores),
+            score_tiles, items, as_array(index_q.float().contiguous()), as_array(index_k), arrays.batch.page_table,
+            positions, sparse.block_size, np.float32(dim**-0.5), np.float32(k_scale), sparse.score_type == "lse",
+            as_array(scores),
             threads=len(items),
         )  # fmt: skip
         return scores
@@ -288,14 +289,11 @@ def _as_arrays(batch: AttentionBatch, page_size: int) -> _Arrays:
         raise KernelInputError(
             f"query_start={starts.tolist()} and a page table of {len(table)} rows do not fit {len(seq_lens)} sequences"
         )
-    if seq_lens.min(initial=0) < 0:
-        raise KernelInputError(f"seq_lens={seq_lens.tolist()} holds a negative length")
+    check_lengths(seq_lens.tolist())
+    if len(seq_lens):
+        longest = int(seq_lens.argmax())
+        check_fits(longest, int(seq_lens[longest]), table.shape[1], page_size)
     needed = -(-seq_lens // page_size)
-    if needed.max(initial=0) > table.shape[1]:
-        row = int(needed.argmax())
-        raise KernelInputError(
-            f"row {row}: seq_len={seq_lens[row]} does not fit {table.shape[1]} pages of {page_size} tokens"
-        )
     used = table[np.arange(table.shape[1]) < needed[:, None]]
     if used.min(initial=0) < 0:
         raise KernelInputError(f"page id {used.min()} is below 0")
