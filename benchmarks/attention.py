@@ -108,7 +108,7 @@ def check(name: str, got: Tensor, wanted: Tensor) -> float:
 def check_layer(ops: CpuOps, layer: Layer, tokens: int) -> None:
     """A decode token and a few prefill tokens, sparse and dense."""
     reference = ReferenceOps()
-    for rows in (1, min(tokens, 4)):
+    for rows in {1, min(max(tokens, 1), 4)}:
         q = torch.randn(rows, Q_HEADS, DIM).bfloat16()
         index_q = torch.randn(rows, INDEX_HEADS, DIM).bfloat16()
         batch = layer.batch(rows)
