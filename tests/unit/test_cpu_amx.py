@@ -15,7 +15,6 @@ from tamis.config import SparseAttentionConfig
 from tamis.errors import KernelInputError
 from tamis.kernels import AttentionBatch, ReferenceOps
 from tamis.kernels.cpu import amx, prefill
-from tamis.kernels.cpu.lowfloat import as_array
 from tamis.kernels.cpu.scratch import ALIGNMENT, Scratch
 from tamis.kernels.cpu.threads import ThreadTeam
 
@@ -41,28 +40,24 @@ class Tiles:
 
     def dense(self, case: Ragged, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
         q, (out, lse) = case.q.bfloat16(), nan_outputs(case)
-        prefill.dense(
-            self.team, self.scratch, as_array(q), as_array(case.k), as_array(case.v), arrays(case.batch),
-            as_array(out), lse.numpy(), sinks=None if sinks is None else sinks.numpy(), k_scale=0.5, v_scale=2.0,
-        )  # fmt: skip
+        plan = prefill.plan_dense(self.team, self.scratch, arrays(case.batch), *sizes(case))
+        prefill.dense(self.team, plan, q, case.k, case.v, out, lse, sinks=sinks, k_scale=0.5, v_scale=2.0)
         return out, lse
 
     def sparse(self, case: Ragged, picks: Tensor, size: int, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
         q, (out, lse) = case.q.bfloat16(), nan_outputs(case)
-        prefill.sparse(
-            self.team, self.scratch, as_array(q), as_array(case.k), as_array(case.v), picks.numpy(),
-            arrays(case.batch), size, as_array(out), lse.numpy(),
-            sinks=None if sinks is None else sinks.numpy(), k_scale=0.5, v_scale=2.0,
+        plan = prefill.plan_sparse(
+            self.team, self.scratch, arrays(case.batch), *sizes(case), index_heads=picks.shape[0],
+            topk=picks.shape[2], block_size=size,
         )  # fmt: skip
+        prefill.sparse(self.team, plan, q, case.k, case.v, picks, size, out, lse, sinks=sinks, k_scale=0.5, v_scale=2.0)
         return out, lse
 
     def scores(self, case: Ragged, size: int) -> Tensor:
-        blocks = -(-int(case.batch.seq_lens.max()) // size)
-        scores = torch.full((case.index_q.shape[1], case.batch.num_tokens, blocks), float("nan"))
-        prefill.score_blocks(
-            self.team, self.scratch, as_array(case.index_q.bfloat16()), as_array(case.index_k), arrays(case.batch),
-            size, scores.numpy(), k_scale=0.5,
-        )  # fmt: skip
+        heads, dim = case.index_q.shape[1:]
+        plan = prefill.plan_scores(self.team, self.scratch, arrays(case.batch), heads, dim, case.index_k.shape[2], size)
+        scores = torch.full((heads, case.batch.num_tokens, plan.blocks), float("nan"))
+        prefill.score_blocks(self.team, plan, case.index_q.bfloat16(), case.index_k, size, scores, k_scale=0.5)
         return scores
 
 
@@ -71,6 +66,11 @@ def tiles(request: pytest.FixtureRequest) -> Iterator[Tiles]:
     team = ThreadTeam(request.param)
     yield Tiles(team, Scratch())
     team.close()
+
+
+def sizes(case: Ragged) -> tuple[int, int, int, int]:
+    """Query heads, KV heads, dim, page size."""
+    return case.q.shape[1], case.k.shape[1], case.k.shape[3], case.k.shape[2]
 
 
 def arrays(batch: AttentionBatch) -> prefill.ArrayBatch:

@@ -36,6 +36,7 @@ TamisError
 ├── BlobMismatchError (ValueError)          exported pages that belong to another layout
 ├── TransferError (RuntimeError)            a layer load failed, was abandoned or timed out
 ├── KernelInputError (ValueError)           operands of a kernel do not fit together
+├── KernelFailedError (RuntimeError)        a compiled kernel raised
 └── EngineClosedError (RuntimeError)        used after close()
 
 Foreign errors (safetensors, gguf, tokenizers, pip) are mapped to these once, where the library is called.
@@ -184,6 +185,10 @@ class TransferError(TamisError, RuntimeError):
 
 class KernelInputError(TamisError, ValueError):
     """The operands of a kernel do not fit together."""
+
+
+class KernelFailedError(TamisError, RuntimeError):
+    """A compiled kernel raised: memory ran out inside it, or it has a fault."""
 
 
 class EngineClosedError(TamisError, RuntimeError):

@@ -10,7 +10,7 @@ import numpy as np
 from numba import njit
 
 from tamis.kernels.cpu import amx, simd
-from tamis.kernels.cpu.amx_room import room_places, slot_of, state_places
+from tamis.kernels.cpu.amx_room import open_operands, open_room, open_work, room_places, slot_of, state_places
 from tamis.kernels.cpu.amx_tiles import (
     CHUNK,
     LINE,
@@ -29,7 +29,7 @@ from tamis.kernels.cpu.amx_tiles import (
     weigh_values,
 )
 from tamis.kernels.cpu.lowfloat import to_float
-from tamis.kernels.cpu.threads import take_ticket
+from tamis.kernels.cpu.threads import share, take_ticket
 
 NEG_INF = np.float32(-np.inf)
 LOG2E = np.float32(np.log2(np.e))
@@ -237,9 +237,15 @@ def finish_range(ops, slot, step, parts, token, tokens, head, scale, v_scale, st
             simd.store_bf16(target + d * 2, line)
 
 
-@njit(nogil=True, cache=True)
-def dense_items(tickets, config, items, done, ops, scale, v_scale, room, state):  # type: ignore[no-untyped-def]
-    """Causal attention over whole contexts; items as `plan_items` writes them, each times every KV head."""
+@njit(nogil=True)
+def dense_items(tickets, frame, q, k, v, pages, sinks, out, lse, scale, v_scale):  # type: ignore[no-untyped-def]
+    """Causal attention over whole contexts; items as `plan_items` writes them, each times every KV head.
+
+    Operands as for `open_operands`.
+    """
+    ops = open_operands(frame, q, k, v, pages, sinks, out, lse)
+    config, items, done = open_work(frame)
+    room, state = open_room(frame)
     heads, row = ops.k.shape[1], ops.k.shape[3] * 2
     group = ops.q.shape[1] // heads
     thread = take_ticket(tickets, 7)
@@ -258,7 +264,7 @@ def dense_items(tickets, config, items, done, ops, scale, v_scale, room, state):
         rows = tokens * group
         end = begin_range(ops, seq, token, tokens, head, True, room, thread, place, state, slot) + 1
         peaks, totals, sums = state_places(state, slot)
-        pages = ops.page_table[seq].ctypes.data
+        table = ops.page_table[seq].ctypes.data
         chunks = (end + CHUNK - 1) // CHUNK
         low = EVERYTHING
         for tile in range((rows + ROWS - 1) // ROWS):
@@ -267,12 +273,12 @@ def dense_items(tickets, config, items, done, ops, scale, v_scale, room, state):
             start = chunk * CHUNK
             count = min(CHUNK, end - start)
             stop = min(end, chunks * (part + 1) // parts * CHUNK)
-            look_ahead(keys, values, pages, head, start + CHUNK, stop - start - CHUNK, tables)
+            look_ahead(keys, values, table, head, start + CHUNK, stop - start - CHUNK, tables)
             spoiled = False
             if low >= start + count - 1:
-                open_chunk(keys, values, pages, head, start, count, tables, place)
+                open_chunk(keys, values, table, head, start, count, tables, place)
             else:
-                spoiled = open_partly(ops, keys, pages, seq, head, start, count, tables, place, clean)
+                spoiled = open_partly(ops, keys, table, seq, head, start, count, tables, place, clean)
             for first in range(0, rows, ROWS):
                 used, fetch = min(ROWS, rows - first), row if first == 0 else 0
                 attend_rows(
@@ -285,4 +291,11 @@ def dense_items(tickets, config, items, done, ops, scale, v_scale, room, state):
                     )
         if parts == 1 or take_ticket(done, items[item, 6] * heads + head) == parts - 1:
             finish_range(ops, base, heads, parts, token, tokens, head, scale, v_scale, state)
+            done[items[item, 6] * heads + head] = 0
     amx.release()
+
+
+@njit(nogil=True, cache=True)
+def launch_dense_items(box, *args):  # type: ignore[no-untyped-def]
+    """Run `dense_items` on a team."""
+    return share(box, dense_items, args)

@@ -6,6 +6,7 @@ import numpy as np
 from numba import njit
 
 from tamis.kernels.cpu.amx_tiles import CHUNK, LINE, ROWS
+from tamis.kernels.cpu.frames import borrow, view1, view2, view3
 
 Array = np.ndarray[Any, Any]
 
@@ -61,6 +62,45 @@ class Operands(NamedTuple):
     """bf16 [T, Hq, dim]"""
     lse: Array
     """float32 [T, Hq]"""
+
+
+# Where an attention call's frame has what (`prefill.plan_dense` and `plan_sparse` write it): first five numbers (query
+# tokens, query heads, KV heads, head dim, page size), then arrays.
+_TABLE, _LENS, _POSITIONS, _CONFIG, _ITEMS, _DONE = 5, 8, 10, 12, 14, 17
+_ROOM, _STATE = 19, 45
+
+
+@njit
+def open_operands(frame, q, k, v, pages, sinks, out, lse):  # type: ignore[no-untyped-def]
+    """The operands of a call: its frame, and the addresses of what changes from layer to layer; sinks 0: none."""
+    tokens, q_heads, kv_heads, dim, page_size = frame[0], frame[1], frame[2], frame[3], frame[4]
+    rows, plane = (tokens, q_heads, dim), (pages, kv_heads, page_size, dim)
+    return Operands(
+        borrow(q, rows, np.uint16), borrow(k, plane, np.uint16), borrow(v, plane, np.uint16),
+        view2(frame, _TABLE, np.int32), view1(frame, _LENS, np.int32), view1(frame, _POSITIONS, np.int32),
+        borrow(sinks, (q_heads if sinks else 0,), np.float32),
+        borrow(out, rows, np.uint16), borrow(lse, (tokens, q_heads), np.float32),
+    )  # fmt: skip
+
+
+@njit
+def open_work(frame):  # type: ignore[no-untyped-def]
+    """Tile configuration, items, counters of finished parts."""
+    return view1(frame, _CONFIG, np.uint8), view2(frame, _ITEMS, np.int32), view1(frame, _DONE, np.int64)
+
+
+@njit
+def open_room(frame):  # type: ignore[no-untyped-def]
+    """Room and state."""
+    at = _ROOM
+    room = Room(
+        view2(frame, at, np.uint8), view3(frame, at + 3, np.float32), view3(frame, at + 7, np.int32),
+        view3(frame, at + 11, np.int64), view3(frame, at + 15, np.uint16), view3(frame, at + 19, np.int32),
+        view2(frame, at + 23, np.int32),
+    )  # fmt: skip
+    at = _STATE
+    state = State(view3(frame, at, np.float32), view2(frame, at + 4, np.float32), view2(frame, at + 7, np.float32))
+    return room, state
 
 
 def room_bytes(dim: int, rows: int) -> int:

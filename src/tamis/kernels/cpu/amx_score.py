@@ -15,6 +15,8 @@ from tamis.kernels.cpu.amx_tiles import (
     CHUNK,
     LINE,
     ROWS,
+    TABLE,
+    chunk_logits,
     copy_row,
     find_tiles,
     hide_tokens,
@@ -24,7 +26,8 @@ from tamis.kernels.cpu.amx_tiles import (
     tile_logits,
     touch_tiles,
 )
-from tamis.kernels.cpu.threads import take_ticket
+from tamis.kernels.cpu.frames import borrow, view1, view2, view3
+from tamis.kernels.cpu.threads import share, take_ticket
 
 GROUP = 16
 """Blocks of an item: as many as a vector has scores."""
@@ -39,13 +42,13 @@ class ScoreRoom(NamedTuple):
     limits: Array
     """int32 [threads, 3, rows]: the last position a row sees; for each tile of rows the first and last of those."""
     tiles: Array
-    """int64 [threads, CHUNK / 16]: where a chunk's keys are."""
+    """int64 [threads, 2 * CHUNK / 16]: where a chunk's keys are."""
 
 
 def score_room_bytes(dim: int, rows: int) -> int:
     """Bytes a thread needs for items of up to `rows` rows, a multiple of 16."""
     token = 2 * dim
-    return CHUNK * (LINE + token) + ROWS * token + LINE + ROWS * LINE + rows * (token + GROUP * 4)
+    return CHUNK * (LINE + 2 * token) + ROWS * token + LINE + ROWS * LINE + rows * (token + GROUP * 4)
 
 
 @njit
@@ -94,26 +97,35 @@ def _write_scores(found, stride, rows, token, heads, block, scale, turned, score
                 target[block + j] = simd.get(line, j)
 
 
-@njit(nogil=True, cache=True)
-def score_items(  # type: ignore[no-untyped-def]
-    tickets, config, items, q, k, page_table, seq_lens, positions, block_size, scale, room, scores
-):
-    """Items int32 [n, 3] (sequence, first token, tokens), each times the groups of blocks of `scores`."""
-    heads, row = q.shape[1], q.shape[2] * 2
+@njit(nogil=True)
+def score_items(tickets, frame, index_q, index_k, pages, block_size, scale, out):  # type: ignore[no-untyped-def]
+    """Items int32 [n, 3] (sequence, first token, tokens), each times the groups of blocks of `scores`.
+
+    `frame` as `prefill.plan_scores` writes it; index_q, index_k and out are the addresses of queries [T, Hi, dim], of
+    the plane (`pages` of them) and of scores float32 [Hi, T, NB].
+    """
+    tokens, heads, dim, page_size, blocks = frame[0], frame[1], frame[2], frame[3], frame[4]
+    q, k = borrow(index_q, (tokens, heads, dim), np.uint16), borrow(index_k, (pages, 1, page_size, dim), np.uint16)
+    scores = borrow(out, (heads, tokens, blocks), np.float32)
+    page_table, seq_lens = view2(frame, 5, np.int32), view1(frame, 8, np.int32)
+    positions, config, items = view1(frame, 10, np.int32), view1(frame, 12, np.uint8), view2(frame, 14, np.int32)
+    room = ScoreRoom(view2(frame, 17, np.uint8), view3(frame, 20, np.int32), view2(frame, 24, np.int64))
+    row = dim * 2
     groups = (scores.shape[2] + GROUP - 1) // GROUP
     thread = take_ticket(tickets, 7)
     limits, tiles = room.limits[thread], room.tiles[thread].ctypes.data
+    ahead = tiles + TABLE
     keys = plane_place(k)
     stride = limits.shape[1] * 4
     logits = room.bytes[thread].ctypes.data
     copies = logits + CHUNK * LINE
-    gathered = copies + CHUNK * row
+    others = copies + CHUNK * row
+    gathered = others + CHUNK * row
     spare = gathered + ROWS * row
     turned = spare + LINE
     found = turned + ROWS * LINE
     queries = found + GROUP * stride
-    before = -1
-    last = -1
+    before = last = low = -1
     amx.configure(config.ctypes.data)
     while True:
         ticket = take_ticket(tickets, 0)
@@ -125,31 +137,41 @@ def score_items(  # type: ignore[no-untyped-def]
             last = _set_limits(positions, seq_lens[seq], token, rows, heads, limits)
             _load_rows(q, token, rows, gathered, queries)
             before = item
+            low = simd.peek32(limits.ctypes.data + limits.shape[1] * 4)
         for at in range(0, GROUP * stride, LINE):
             simd.store(found + at, simd.splat(NEG_INF))
-        pages = page_table[seq].ctypes.data
+        table = page_table[seq].ctypes.data
         end = min((first_block + GROUP) * block_size, last + 1)
         start = first_block * block_size
+        ready = -1
         while start < end:
             block = start // block_size
             count = min(CHUNK, (block + 1) * block_size - start, end - start)
-            find_tiles(keys, pages, 0, start, count, copies, tiles)
-            touch_tiles(tiles, count, row, spare)
-            _score_chunk(
-                tiles,
-                start,
-                count,
-                rows,
-                row,
-                limits.ctypes.data,
-                limits.shape[1],
-                queries,
-                logits,
-                found + (block - first_block) * stride,
-            )
-            start += count
+            following = start + count
+            here = found + (block - first_block) * stride
+            if rows <= ROWS and count == CHUNK and following + CHUNK <= end and block_size % CHUNK == 0:
+                if ready != start:
+                    find_tiles(keys, table, 0, start, count, copies, tiles)
+                find_tiles(keys, table, 0, following, CHUNK, others, ahead)
+                chunk_logits(queries, tiles, row, logits, ahead, spare)
+                if low < start + count - 1:
+                    hide_tokens(logits, count, start, limits.ctypes.data)
+                largest(logits, count, here)
+                tiles, ahead, copies, others, ready = ahead, tiles, others, copies, following
+            else:
+                if ready != start:
+                    find_tiles(keys, table, 0, start, count, copies, tiles)
+                touch_tiles(tiles, count, row, spare)
+                _score_chunk(tiles, start, count, rows, row, limits.ctypes.data, limits.shape[1], queries, logits, here)
+            start = following
         _write_scores(found, stride, rows, token, heads, first_block, scale, turned, scores)
     amx.release()
+
+
+@njit(nogil=True, cache=True)
+def launch_score_items(box, *args):  # type: ignore[no-untyped-def]
+    """Run `score_items` on a team."""
+    return share(box, score_items, args)
 
 
 @njit

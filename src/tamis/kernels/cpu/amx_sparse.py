@@ -4,6 +4,7 @@ Inside a work item the picks are turned round: for each block, the query tokens 
 rows are gathered sixteen at a time, whatever tokens they belong to.
 """
 
+import numpy as np
 from numba import njit
 
 from tamis.kernels.cpu import amx
@@ -19,9 +20,10 @@ from tamis.kernels.cpu.amx_attention import (
     spoil,
     spoil_rows,
 )
-from tamis.kernels.cpu.amx_room import room_places, slot_of, state_places
+from tamis.kernels.cpu.amx_room import open_operands, open_room, open_work, room_places, slot_of, state_places
 from tamis.kernels.cpu.amx_tiles import CHUNK, ROWS, pack_queries, plane_place
-from tamis.kernels.cpu.threads import take_ticket
+from tamis.kernels.cpu.frames import borrow
+from tamis.kernels.cpu.threads import share, take_ticket
 
 
 @njit
@@ -116,12 +118,19 @@ def _attend_block(ops, seq, head, block, block_size, following, entries, scale, 
                 spoil(ops, seq, head, start, count, marks, used, state.sums[slot])
 
 
-@njit(nogil=True, cache=True)
-def sparse_items(tickets, config, items, done, ops, picks, block_size, scale, v_scale, room, state):  # type: ignore[no-untyped-def]
+@njit(nogil=True)
+def sparse_items(  # type: ignore[no-untyped-def]
+    tickets, frame, q, k, v, pages, sinks, out, lse, scale, v_scale, picked, index_heads, topk, block_size
+):
     """Attention over the picked blocks; items as `plan_items` writes them, each times every KV head.
 
-    A part of an item is a part of the blocks that its range picked.
+    A part of an item is a part of the blocks that its range picked. Operands as for `open_operands`; `picked`: the
+    address of the picks, int32 [index_heads, T, topk].
     """
+    ops = open_operands(frame, q, k, v, pages, sinks, out, lse)
+    config, items, done = open_work(frame)
+    room, state = open_room(frame)
+    picks = borrow(picked, (index_heads, frame[0], topk), np.int32)
     heads = ops.k.shape[1]
     group, share = ops.q.shape[1] // heads, picks.shape[0] // heads
     thread = take_ticket(tickets, 7)
@@ -141,17 +150,22 @@ def sparse_items(tickets, config, items, done, ops, picks, block_size, scale, v_
         blocks = last // block_size + 1
         ends, stamps = room.lists[thread, :blocks], room.lists[thread, blocks : 2 * blocks]
         entries = room.lists[thread, 2 * blocks :]
-        picked = _sort_picks(
-            picks, token, tokens, head, share, limits, group, block_size, blocks, ends, stamps, entries
-        )
+        found = _sort_picks(picks, token, tokens, head, share, limits, group, block_size, blocks, ends, stamps, entries)
         block = _next_block(ends, -1, blocks)
-        for number in range(picked * (part + 1) // parts):
+        for number in range(found * (part + 1) // parts):
             following = _next_block(ends, block, blocks)
-            if number >= picked * part // parts:
+            if number >= found * part // parts:
                 chosen = entries[ends[block - 1] if block else 0 : ends[block]]
                 after = following if following < blocks else -1
                 _attend_block(ops, seq, head, block, block_size, after, chosen, scale, room, thread, place, state, slot)
             block = following
         if parts == 1 or take_ticket(done, items[item, 6] * heads + head) == parts - 1:
             finish_range(ops, base, heads, parts, token, tokens, head, scale, v_scale, state)
+            done[items[item, 6] * heads + head] = 0
     amx.release()
+
+
+@njit(nogil=True, cache=True)
+def launch_sparse_items(box, *args):  # type: ignore[no-untyped-def]
+    """Run `sparse_items` on a team."""
+    return share(box, sparse_items, args)

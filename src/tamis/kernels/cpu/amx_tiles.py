@@ -62,26 +62,23 @@ def find_tiles(plane, pages, head, start, count, copies, addresses):  # type: ig
 
 @njit
 def find_ahead(plane, pages, head, start, count, addresses):  # type: ignore[no-untyped-def]
-    """As `find_tiles` for tokens that will be wanted soon; 0 where 16 cross pages or are past `count`."""
+    """As `find_tiles` for tokens wanted soon; a place of no interest where 16 of them cross pages or lie past `count`."""
     for first in range(0, CHUNK, ROWS):
-        place = 0
+        place = addresses
         if first < count and (start + first) % plane[2] + ROWS <= plane[2]:
             place = _token_address(plane, pages, head, start + first)
         simd.poke(addresses + first // ROWS * 8, place)
 
 
 @njit
-def fetch_lines(addresses, tiles, number, step, row):  # type: ignore[no-untyped-def]
-    """Prefetch lines `number`, `number + step`, ... of each of `tiles` tiles that have an address.
+def fetch_lines(addresses, number, step, row):  # type: ignore[no-untyped-def]
+    """Prefetch lines `number`, `number + step`, ... of each tile of a chunk's keys and values.
 
     The hardware follows one run of reads in each 4 KB, as much as a tile of heads of dim 128 has: going through all
     tiles side by side gives it more to fetch at a time than one tile after the other.
     """
-    for i in range(tiles):
-        address = simd.peek(addresses + i * 8)
-        if address:
-            for at in range(number * LINE, ROWS * row, step * LINE):
-                simd.prefetch(address + at)
+    for at in range(number * LINE, ROWS * row, step * LINE):
+        simd.prefetch_each(addresses, at)
 
 
 @njit
@@ -117,6 +114,50 @@ def pack_values(addresses, count, row, zeros, values):  # type: ignore[no-untype
         for part in range(parts):
             low = target + part * 2 * amx.TILE_BYTES
             simd.interleave(first + part * LINE, second + part * LINE, low, low + amx.TILE_BYTES)
+
+
+@njit
+def touch_tile(tile, row, spare):  # type: ignore[no-untyped-def]
+    """`touch_tiles` for one tile of 16 tokens."""
+    seen = simd.load(spare)
+    for at in range(0, ROWS * row, LINE):
+        seen = simd.maximum(simd.load(tile + at), seen)
+    simd.store(spare, seen)
+
+
+@njit
+def chunk_logits(queries, addresses, row, logits, ahead, spare):  # type: ignore[no-untyped-def]
+    """`tile_logits` of a whole chunk; reads the tiles of the next, at `ahead`, while products are on their way."""
+    for tile in range(0, CHUNK // ROWS, 4):
+        at = addresses + tile * 8
+        a, b, c, d = simd.peek(at), simd.peek(at + 8), simd.peek(at + 16), simd.peek(at + 24)
+        amx.zero(0)
+        amx.zero(1)
+        amx.zero(2)
+        amx.zero(3)
+        following = ahead + tile * 8
+        stop = following + 32
+        for part in range(0, row, LINE):
+            amx.load(4, queries + part * ROWS, LINE)
+            amx.load(5, a + part, row)
+            amx.dot(0, 5, 4)
+            amx.load(6, b + part, row)
+            amx.dot(1, 6, 4)
+            amx.load(7, c + part, row)
+            amx.dot(2, 7, 4)
+            amx.load(5, d + part, row)
+            amx.dot(3, 5, 4)
+            if following < stop:
+                touch_tile(simd.peek(following), row, spare)
+                following += 8
+        while following < stop:
+            touch_tile(simd.peek(following), row, spare)
+            following += 8
+        target = logits + tile * amx.TILE_BYTES
+        amx.store(0, target, LINE)
+        amx.store(1, target + amx.TILE_BYTES, LINE)
+        amx.store(2, target + 2 * amx.TILE_BYTES, LINE)
+        amx.store(3, target + 3 * amx.TILE_BYTES, LINE)
 
 
 @njit
@@ -203,7 +244,7 @@ def soften(logits, count, scale, peaks, totals, shrink, pairs, weights, ahead, r
     for t in range(0, count - 1, 2):
         at = logits + t * LINE
         if row:
-            fetch_lines(ahead, 2 * CHUNK // ROWS, t // 2, count // 2, row)
+            fetch_lines(ahead, t // 2, count // 2, row)
         a = simd.exp2(simd.fma(simd.load(at), factor, down))
         b = simd.exp2(simd.fma(simd.load(at + LINE), factor, down))
         total, other = simd.add(total, a), simd.add(other, b)

@@ -10,7 +10,7 @@ from numba import njit
 
 from tamis.kernels.cpu.lowfloat import FAST, fast_exp2
 from tamis.kernels.cpu.rows import TILE, add_values, load_tile, tile_logits
-from tamis.kernels.cpu.threads import take_ticket
+from tamis.kernels.cpu.threads import share, take_ticket
 
 NEG_INF = np.float32(-np.inf)
 LN2 = np.float32(np.log(2.0))
@@ -62,7 +62,7 @@ def _store(work, peaks, totals, token, count, head, group, part, sums, tops, mas
             sums[t, h, part, d] = work[row, d]
 
 
-@njit(nogil=True, cache=True, fastmath=FAST)
+@njit(nogil=True, fastmath=FAST)
 def dense_parts(  # type: ignore[no-untyped-def]
     tickets, items, q, k, v, page_table, positions, q_scale, k_scale, v_scale, sums, tops, masses
 ):
@@ -95,6 +95,12 @@ def dense_parts(  # type: ignore[no-untyped-def]
         _store(work, peaks, totals, token, count, head, group, part, sums, tops, masses)
 
 
+@njit(nogil=True, cache=True)
+def launch_dense_parts(box, *args):  # type: ignore[no-untyped-def]
+    """Run `dense_parts` on a team."""
+    return share(box, dense_parts, args)
+
+
 @njit(fastmath=FAST)
 def picked_blocks(picks, token, head, share, last, blocks):  # type: ignore[no-untyped-def]
     """The union of what `share` index heads of a KV head picked, ascending, each once, none past `last`; its size."""
@@ -116,7 +122,7 @@ def picked_blocks(picks, token, head, share, last, blocks):  # type: ignore[no-u
     return count
 
 
-@njit(nogil=True, cache=True, fastmath=FAST)
+@njit(nogil=True, fastmath=FAST)
 def sparse_parts(  # type: ignore[no-untyped-def]
     tickets, token_seq, q, k, v, picks, page_table, seq_lens, positions, block_size, parts,
     q_scale, k_scale, v_scale, sums, tops, masses,
@@ -150,7 +156,13 @@ def sparse_parts(  # type: ignore[no-untyped-def]
         _store(work, peaks, totals, token, 1, head, group, part, sums, tops, masses)
 
 
-@njit(nogil=True, cache=True, fastmath=FAST)
+@njit(nogil=True, cache=True)
+def launch_sparse_parts(box, *args):  # type: ignore[no-untyped-def]
+    """Run `sparse_parts` on a team."""
+    return share(box, sparse_parts, args)
+
+
+@njit(nogil=True, fastmath=FAST)
 def finish(tickets, parts_of, sums, tops, masses, sinks, out, lse):  # type: ignore[no-untyped-def]
     """Join the parts of each query row: out [T, Hq, D], lse [T, Hq] (natural log). sinks [Hq], or [0] for none.
 
@@ -181,3 +193,9 @@ def finish(tickets, parts_of, sums, tops, masses, sinks, out, lse):  # type: ign
                 if total != 0:
                     for d in range(dim):
                         row[d] /= total
+
+
+@njit(nogil=True, cache=True)
+def launch_finish(box, *args):  # type: ignore[no-untyped-def]
+    """Run `finish` on a team."""
+    return share(box, finish, args)

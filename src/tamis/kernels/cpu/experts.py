@@ -12,7 +12,7 @@ from tamis.kernels.cpu.dots import dot_rows, group_sums
 from tamis.kernels.cpu.elements import gated, sigmoid
 from tamis.kernels.cpu.lowfloat import FAST
 from tamis.kernels.cpu.matvec import THREAD, WORK, carve, carve_tile, prepare
-from tamis.kernels.cpu.threads import take_ticket
+from tamis.kernels.cpu.threads import share, take_ticket
 from tamis.kernels.quant import GROUP
 
 
@@ -96,7 +96,7 @@ def gate_tile(  # type: ignore[no-untyped-def]
             out[target, start + i] = gated(gates[c, i], ups[c, i], clamped, alpha, limit)
 
 
-@njit(nogil=True, cache=True, fastmath=FAST)
+@njit(nogil=True, fastmath=FAST)
 def gate_up(  # type: ignore[no-untyped-def]
     tickets, x, weight, eps, router, router_bias, scaling, routed, shared, bias, gate, chosen, shares, inner,
     shared_inner, room, chunk,
@@ -146,6 +146,12 @@ def gate_up(  # type: ignore[no-untyped-def]
             )  # fmt: skip
 
 
+@njit(nogil=True, cache=True)
+def launch_gate_up(box, *args):  # type: ignore[no-untyped-def]
+    """Run `gate_up` on a team."""
+    return share(box, gate_up, args)
+
+
 @njit(fastmath=FAST)
 def down_tile(  # type: ignore[no-untyped-def]
     weights, base, start, stop, inputs, rows, first, count, tile, shares, topk, bias, x
@@ -173,7 +179,7 @@ def down_tile(  # type: ignore[no-untyped-def]
             x[token, start + i] += total
 
 
-@njit(nogil=True, cache=True, fastmath=FAST)
+@njit(nogil=True, fastmath=FAST)
 def down(  # type: ignore[no-untyped-def]
     tickets, chosen, shares, inner, shared_inner, routed, shared, bias, x, room, chunk
 ):  # fmt: skip
@@ -210,3 +216,9 @@ def down(  # type: ignore[no-untyped-def]
                 shared, 0, start, stop, (shared_inner, shared_sums), everyone, 0, tokens,
                 (shared_multipliers, shared_shifts, dots), shares, 0, bias, x,
             )  # fmt: skip
+
+
+@njit(nogil=True, cache=True)
+def launch_down(box, *args):  # type: ignore[no-untyped-def]
+    """Run `down` on a team."""
+    return share(box, down, args)

@@ -9,11 +9,11 @@ from numba import njit
 from tamis.kernels.cpu.elements import gated, narrow, rms_scale
 from tamis.kernels.cpu.lowfloat import FAST, to_float
 from tamis.kernels.cpu.matvec import WORK, carve, put_head
-from tamis.kernels.cpu.threads import take_ticket
+from tamis.kernels.cpu.threads import share, take_ticket
 from tamis.kernels.quant import GROUP
 
 
-@njit(nogil=True, cache=True, fastmath=FAST)
+@njit(nogil=True, fastmath=FAST)
 def finish_heads(tickets, projected, heads, norms, norm_eps, cos, sin, out, chunk):  # type: ignore[no-untyped-def]
     """What `project_heads` does after projecting, for many rows: a work item is `chunk` tokens of `projected`."""
     tokens = projected.shape[0]
@@ -34,7 +34,13 @@ def finish_heads(tickets, projected, heads, norms, norm_eps, cos, sin, out, chun
                 put_head(values, heads[item], norms, norm_eps, cos, sin, t, tokens, out)
 
 
-@njit(nogil=True, cache=True, fastmath=FAST)
+@njit(nogil=True, cache=True)
+def launch_finish_heads(box, *args):  # type: ignore[no-untyped-def]
+    """Run `finish_heads` on a team."""
+    return share(box, finish_heads, args)
+
+
+@njit(nogil=True, fastmath=FAST)
 def norm_rows(tickets, x, weight, eps, out, chunk):  # type: ignore[no-untyped-def]
     """out[t] = norm(x[t]); a work item is `chunk` rows."""
     while True:
@@ -48,7 +54,13 @@ def norm_rows(tickets, x, weight, eps, out, chunk):  # type: ignore[no-untyped-d
                 target[i] = narrow(out, source[i] * scale * weight[i])
 
 
-@njit(nogil=True, cache=True, fastmath=FAST)
+@njit(nogil=True, cache=True)
+def launch_norm_rows(box, *args):  # type: ignore[no-untyped-def]
+    """Run `norm_rows` on a team."""
+    return share(box, norm_rows, args)
+
+
+@njit(nogil=True, fastmath=FAST)
 def gate_rows(tickets, gate_up, clamped, alpha, limit, out, chunk):  # type: ignore[no-untyped-def]
     """out [n, I] from gate_up [n, 2 I] (gates, then ups); a work item is `chunk` rows."""
     inter = out.shape[1]
@@ -62,7 +74,13 @@ def gate_rows(tickets, gate_up, clamped, alpha, limit, out, chunk):  # type: ign
                 target[i] = narrow(out, gated(to_float(gates[i]), to_float(ups[i]), clamped, alpha, limit))
 
 
-@njit(nogil=True, cache=True, fastmath=FAST)
+@njit(nogil=True, cache=True)
+def launch_gate_rows(box, *args):  # type: ignore[no-untyped-def]
+    """Run `gate_rows` on a team."""
+    return share(box, gate_rows, args)
+
+
+@njit(nogil=True, fastmath=FAST)
 def add_rows(tickets, parts, places, shares, x, chunk):  # type: ignore[no-untyped-def]
     """x[t] += sum over j of shares[t, j] * parts[places[t, j]]; a work item is `chunk` tokens."""
     while True:
@@ -77,7 +95,13 @@ def add_rows(tickets, parts, places, shares, x, chunk):  # type: ignore[no-untyp
                     target[i] += share * to_float(source[i])
 
 
-@njit(nogil=True, cache=True, fastmath=FAST)
+@njit(nogil=True, cache=True)
+def launch_add_rows(box, *args):  # type: ignore[no-untyped-def]
+    """Run `add_rows` on a team."""
+    return share(box, add_rows, args)
+
+
+@njit(nogil=True, fastmath=FAST)
 def expand_rows(tickets, values, scales, offsets, first, out, chunk):  # type: ignore[no-untyped-def]
     """out[r] = quantised weight row (first + r); a work item is `chunk` rows."""
     packed, groups = 2 * values.shape[1] == out.shape[1], out.shape[1] // GROUP
@@ -100,3 +124,9 @@ def expand_rows(tickets, values, scales, offsets, first, out, chunk):  # type: i
                 else:
                     for i in range(g * GROUP, (g + 1) * GROUP):
                         target[i] = narrow(out, scale * np.float32(source[i]))
+
+
+@njit(nogil=True, cache=True)
+def launch_expand_rows(box, *args):  # type: ignore[no-untyped-def]
+    """Run `expand_rows` on a team."""
+    return share(box, expand_rows, args)

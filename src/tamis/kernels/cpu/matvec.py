@@ -11,7 +11,7 @@ from numba import njit
 from tamis.kernels.cpu.dots import ROWS, dot_rows, group_sums
 from tamis.kernels.cpu.elements import finish_head, load_rows, narrow
 from tamis.kernels.cpu.lowfloat import FAST, to_float
-from tamis.kernels.cpu.threads import NUM_TICKETS, take_ticket
+from tamis.kernels.cpu.threads import NUM_TICKETS, share, take_ticket
 from tamis.kernels.quant import GROUP
 
 THREAD = NUM_TICKETS - 1
@@ -54,7 +54,7 @@ def prepare(room, x, weight, eps):  # type: ignore[no-untyped-def]
     return rows, sums, scales, shifts, room[at:]
 
 
-@njit(nogil=True, cache=True, fastmath=FAST)
+@njit(nogil=True, fastmath=FAST)
 def project(tickets, x, weight, eps, values, scales, offsets, bias, out, add, room, chunk):  # type: ignore[no-untyped-def]
     """out [T, outputs] = W norm(x) + bias, or += where `add`; `chunk` weight rows a work item, a multiple of 4."""
     tokens, outputs = out.shape
@@ -77,7 +77,13 @@ def project(tickets, x, weight, eps, values, scales, offsets, bias, out, add, ro
                 out[t, start + i] = narrow(out, total)
 
 
-@njit(nogil=True, cache=True, fastmath=FAST)
+@njit(nogil=True, cache=True)
+def launch_project(box, *args):  # type: ignore[no-untyped-def]
+    """Run `project` on a team."""
+    return share(box, project, args)
+
+
+@njit(nogil=True, fastmath=FAST)
 def project_heads(  # type: ignore[no-untyped-def]
     tickets, x, weight, eps, values, scales, offsets, bias, heads, norms, norm_eps, cos, sin, out, room
 ):  # fmt: skip
@@ -97,6 +103,12 @@ def project_heads(  # type: ignore[no-untyped-def]
                 for i in range(dim):
                     dots[t, i] += bias[start + i]
         put_head(dots, heads[item], norms, norm_eps, cos, sin, 0, tokens, out)
+
+
+@njit(nogil=True, cache=True)
+def launch_project_heads(box, *args):  # type: ignore[no-untyped-def]
+    """Run `project_heads` on a team."""
+    return share(box, project_heads, args)
 
 
 @njit(fastmath=FAST)

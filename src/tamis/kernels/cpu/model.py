@@ -89,11 +89,11 @@ class CpuModelOps:
         finish = (heads.table, heads.norms, heads.eps, cos, sin, as_array(flat))
         if tokens <= weights.few:
             room = self._room(tokens, linear.shape[-1], tokens * int(heads.table[:, 1].max()))
-            self.team.run(matvec.project_heads, *_normed(x, norm), *weights.parts, weights.bias, *finish, room)
+            self.team.run(matvec.launch_project_heads, *_normed(x, norm), *weights.parts, weights.bias, *finish, room)
         else:
             projected = self._buffer("projected", (tokens, linear.shape[-2]), linear.dtype)
             self._multiply(self._norm(x, norm, linear.dtype), linear, projected)
-            self.team.run(many.finish_heads, as_array(projected), *finish, CHUNK)
+            self.team.run(many.launch_finish_heads, as_array(projected), *finish, CHUNK)
         parts = torch.split(flat, [tokens * group.heads * group.dim for group in groups])
         return [part.view(tokens, group.heads, group.dim) for part, group in zip(parts, groups, strict=True)]
 
@@ -148,7 +148,9 @@ class CpuModelOps:
         self, source: tuple[Any, Any, Any], linear: Linear, weights: _Weights, out: Tensor, *, add: bool
     ) -> None:
         room = self._room(len(out), linear.shape[-1], len(out) * weights.chunk)
-        self.team.run(matvec.project, *source, *weights.parts, weights.bias, out.numpy(), add, room, weights.chunk)
+        self.team.run(
+            matvec.launch_project, *source, *weights.parts, weights.bias, out.numpy(), add, room, weights.chunk
+        )
 
     def _few_gated(self, x: Tensor, norm: Norm, routed: ExpertWeights | None, shared: GatedWeights | None) -> None:
         tokens, width = x.shape
@@ -167,13 +169,14 @@ class CpuModelOps:
             router = (routed.router.numpy(), routed.router_bias.numpy(), np.float32(routed.scaling))
         chunk = max(ROWS, up.chunk // (2 * ROWS) * ROWS)
         self.team.run(
-            experts.gate_up, *_normed(x, norm), *router, up.parts, shared_up.parts, shared_up.bias, _gate(gated.gate),
-            chosen, shares, inner, shared_inner, self._room(tokens, width, 2 * tokens * chunk), chunk,
+            experts.launch_gate_up, *_normed(x, norm), *router, up.parts, shared_up.parts, shared_up.bias,
+            _gate(gated.gate), chosen, shares, inner, shared_inner, self._room(tokens, width, 2 * tokens * chunk),
+            chunk,
         )  # fmt: skip
         groups = (inner.size + shared_inner.size + 2 * ROWS * (inner.shape[1] + shared_inner.shape[1])) // GROUP
         room = self._room(0, 0, groups + tokens * down.chunk)
         self.team.run(
-            experts.down, chosen, shares, inner, shared_inner, down.parts, shared_down.parts, shared_down.bias,
+            experts.launch_down, chosen, shares, inner, shared_inner, down.parts, shared_down.parts, shared_down.bias,
             x.numpy(), room, down.chunk,
         )  # fmt: skip
 
@@ -186,7 +189,7 @@ class CpuModelOps:
 
     def _norm(self, x: Tensor, norm: Norm, dtype: torch.dtype) -> Tensor:
         out = self._buffer(f"normed {dtype}", tuple(x.shape), dtype)
-        self.team.run(many.norm_rows, *_normed(x, norm), as_array(out), CHUNK)
+        self.team.run(many.launch_norm_rows, *_normed(x, norm), as_array(out), CHUNK)
         return out
 
     def _gated(self, x: Tensor, weights: GatedWeights, out: Tensor, expert_rows: Sequence[int] | None = None) -> None:
@@ -194,7 +197,7 @@ class CpuModelOps:
         both = self._buffer("gate_up", (len(x), weights.gate_up.shape[-2]), out.dtype)
         inner = self._buffer("inner", (len(x), weights.down.shape[-1]), out.dtype)
         self._multiply_each(x, weights.gate_up, both, expert_rows)
-        self.team.run(many.gate_rows, as_array(both), *_gate(weights.gate), as_array(inner), CHUNK)
+        self.team.run(many.launch_gate_rows, as_array(both), *_gate(weights.gate), as_array(inner), CHUNK)
         self._multiply_each(inner, weights.down, out, expert_rows)
 
     def _many_experts(self, x: Tensor, norm: Norm, weights: ExpertWeights) -> None:
@@ -218,7 +221,7 @@ class CpuModelOps:
             columns.append(np.arange(routed, routed + tokens)[:, None])
             factors.append(np.ones((tokens, 1), np.float32))
         places, factor = np.concatenate(columns, axis=1), np.concatenate(factors, axis=1)
-        self.team.run(many.add_rows, as_array(parts), places, factor, x.numpy(), CHUNK)
+        self.team.run(many.launch_add_rows, as_array(parts), places, factor, x.numpy(), CHUNK)
 
     def _multiply_each(self, x: Tensor, linear: Linear, out: Tensor, expert_rows: Sequence[int] | None) -> None:
         if expert_rows is None:
@@ -243,7 +246,7 @@ class CpuModelOps:
             for start in range(0, outputs, step):
                 rows = min(step, outputs - start)
                 tile = self._buffer("expanded", (rows, width), x.dtype)
-                self.team.run(many.expand_rows, *weights.parts, expert * outputs + start, as_array(tile), CHUNK)
+                self.team.run(many.launch_expand_rows, *weights.parts, expert * outputs + start, as_array(tile), CHUNK)
                 torch.mm(x, tile.t(), out=out if rows == outputs else out[:, start : start + rows])
         if linear.bias is not None:
             out += linear.bias

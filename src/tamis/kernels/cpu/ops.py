@@ -2,7 +2,8 @@
 
 import logging
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any, Literal, overload
 
 import numpy as np
@@ -14,10 +15,10 @@ from tamis.config import SparseAttentionConfig
 from tamis.errors import KernelInputError
 from tamis.kernels.checks import check_attention, check_fits, check_lengths, check_picks, check_scores
 from tamis.kernels.cpu import plan, prefill
-from tamis.kernels.cpu.attend import dense_parts, finish, sparse_parts
+from tamis.kernels.cpu.attend import launch_dense_parts, launch_finish, launch_sparse_parts
 from tamis.kernels.cpu.lowfloat import as_array, is_readable
 from tamis.kernels.cpu.prefill import ArrayBatch
-from tamis.kernels.cpu.score import score_tiles, select
+from tamis.kernels.cpu.score import launch_score_tiles, launch_select
 from tamis.kernels.cpu.scratch import Scratch
 from tamis.kernels.cpu.threads import ThreadTeam
 from tamis.kernels.ops import AttentionBatch
@@ -44,6 +45,8 @@ class _Arrays:
     page_size: int
     last_page: int
     """The largest page id any sequence uses."""
+    plans: dict[tuple[Any, ...], Any] = field(default_factory=dict)
+    """By the shapes of a call: what was planned for it once its operands had been checked."""
 
 
 class CpuOps:
@@ -78,6 +81,8 @@ class CpuOps:
         k_scale: float = 1.0,
     ) -> Tensor:  # fmt: skip
         """See `Ops.score_blocks`."""
+        if sparse.score_type == "max" and _fit_tiles(index_q, index_k):
+            return self._score_tiles(index_q, index_k, batch, sparse, k_scale)
         if not self._takes(index_q, index_k):
             return self._reference.score_blocks(index_q, index_k, batch, sparse, k_scale)
         check_attention(index_q, index_k, index_k, batch, kv_heads=1)
@@ -86,17 +91,11 @@ class CpuOps:
         seq_lens, positions = arrays.batch.seq_lens, arrays.batch.positions
         blocks = -(-int(seq_lens.max(initial=0)) // sparse.block_size)
         scores = torch.full((heads, tokens, blocks), -torch.inf)
-        if sparse.score_type == "max" and _fits_tiles(index_q, index_k):
-            prefill.score_blocks(
-                self.team, self._scratch, as_array(index_q.contiguous()), as_array(index_k), arrays.batch,
-                sparse.block_size, as_array(scores), k_scale=k_scale,
-            )  # fmt: skip
-            return scores
         tiles = plan.query_tiles(arrays.token_seq, seq_lens, positions, max(1, MANY_ROWS // heads))
         items = plan.score_items(tiles, sparse.block_size, SPAN)
         self.team.run(
-            score_tiles, items, as_array(index_q.float().contiguous()), as_array(index_k), arrays.batch.page_table,
-            positions, sparse.block_size, np.float32(dim**-0.5), np.float32(k_scale), sparse.score_type == "lse",
+            launch_score_tiles, items, as_array(index_q.float().contiguous()), as_array(index_k),
+            arrays.batch.page_table, positions, sparse.block_size, np.float32(dim**-0.5), np.float32(k_scale), sparse.score_type == "lse",
             as_array(scores),
             threads=len(items),
         )  # fmt: skip
@@ -110,8 +109,8 @@ class CpuOps:
         picks = torch.empty((*scores.shape[:2], sparse.topk), dtype=torch.int32)
         work = scores.numel()
         self.team.run(
-            select, as_array(scores.float().contiguous()), positions.int().numpy(), sparse.block_size,
-            sparse.init_blocks, sparse.local_blocks, picks.numpy(), threads=1 + work // 65536,
+            launch_select, as_array(scores.float().contiguous()), positions.int().numpy(), sparse.block_size,
+            sparse.init_blocks, sparse.local_blocks, picks.numpy(), threads=1 + work // 2048,
         )  # fmt: skip
         return picks
 
@@ -132,6 +131,9 @@ class CpuOps:
         *, sinks: Tensor | None = None, k_scale: float = 1.0, v_scale: float = 1.0, return_lse: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
         """See `Ops.sparse_attention`."""
+        if _fit_tiles(q, k, v):
+            out, lse = self._sparse_tiles(q, k, v, picks, batch, block_size, sinks, k_scale, v_scale)
+            return (out, lse) if return_lse else out
         if not self._takes(q, k):
             out, lse = self._reference.sparse_attention(
                 q, k, v, picks, batch, block_size, sinks=sinks, k_scale=k_scale, v_scale=v_scale, return_lse=True
@@ -140,19 +142,11 @@ class CpuOps:
         check_attention(q, k, v, batch, sinks)
         check_picks(picks, q, k, block_size)
         arrays = self._arrays(batch, k)
-        if _fits_tiles(q, k):
-            out, lse = torch.empty(q.shape, dtype=q.dtype), torch.empty(q.shape[:2])
-            prefill.sparse(
-                self.team, self._scratch, as_array(q.contiguous()), as_array(k), as_array(v),
-                picks.int().contiguous().numpy(), arrays.batch, block_size, as_array(out), as_array(lse),
-                sinks=_sinks(sinks), k_scale=k_scale, v_scale=v_scale,
-            )  # fmt: skip
-            return (out, lse) if return_lse else out
         tokens, kv_heads = q.shape[0], k.shape[1]
         parts = self._parts(tokens * kv_heads, picks.shape[2])
         sums, tops, masses = self._partials(q, parts)
         self.team.run(
-            sparse_parts, arrays.token_seq, as_array(q.float().contiguous()), as_array(k), as_array(v),
+            launch_sparse_parts, arrays.token_seq, as_array(q.float().contiguous()), as_array(k), as_array(v),
             picks.int().contiguous().numpy(), arrays.batch.page_table, arrays.batch.seq_lens, arrays.batch.positions,
             block_size, parts,
             np.float32(LOG2E * q.shape[2] ** -0.5), np.float32(k_scale), np.float32(v_scale), sums, tops, masses,
@@ -176,6 +170,9 @@ class CpuOps:
         *, sinks: Tensor | None = None, k_scale: float = 1.0, v_scale: float = 1.0, return_lse: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
         """See `Ops.dense_attention`."""
+        if _fit_tiles(q, k, v):
+            out, lse = self._dense_tiles(q, k, v, batch, sinks, k_scale, v_scale)
+            return (out, lse) if return_lse else out
         if not self._takes(q, k):
             out, lse = self._reference.dense_attention(
                 q, k, v, batch, sinks=sinks, k_scale=k_scale, v_scale=v_scale, return_lse=True
@@ -183,13 +180,6 @@ class CpuOps:
             return (out, lse) if return_lse else out
         check_attention(q, k, v, batch, sinks)
         arrays = self._arrays(batch, k)
-        if _fits_tiles(q, k):
-            out, lse = torch.empty(q.shape, dtype=q.dtype), torch.empty(q.shape[:2])
-            prefill.dense(
-                self.team, self._scratch, as_array(q.contiguous()), as_array(k), as_array(v), arrays.batch,
-                as_array(out), as_array(lse), sinks=_sinks(sinks), k_scale=k_scale, v_scale=v_scale,
-            )  # fmt: skip
-            return (out, lse) if return_lse else out
         group, kv_heads = q.shape[1] // k.shape[1], k.shape[1]
         seq_lens, positions = arrays.batch.seq_lens, arrays.batch.positions
         tiles = plan.query_tiles(arrays.token_seq, seq_lens, positions, max(1, MANY_ROWS // group))
@@ -197,7 +187,7 @@ class CpuOps:
         parts = self._parts(len(tiles) * kv_heads, -(-longest // GRAIN))
         sums, tops, masses = self._partials(q, parts)
         self.team.run(
-            dense_parts, plan.dense_items(tiles, parts, GRAIN), as_array(q.float().contiguous()), as_array(k),
+            launch_dense_parts, plan.dense_items(tiles, parts, GRAIN), as_array(q.float().contiguous()), as_array(k),
             as_array(v), arrays.batch.page_table, positions, np.float32(LOG2E * q.shape[2] ** -0.5),
             np.float32(k_scale), np.float32(v_scale), sums, tops, masses,
         )  # fmt: skip
@@ -226,6 +216,73 @@ class CpuOps:
         )
         return (out, lse) if return_lse else out
 
+    def _score_tiles(
+        self, index_q: Tensor, index_k: Tensor, batch: AttentionBatch, sparse: SparseAttentionConfig, k_scale: float
+    ) -> Tensor:
+        def make() -> prefill.ScorePlan:
+            check_attention(index_q, index_k, index_k, batch, kv_heads=1)
+            arrays = self._arrays(batch, index_k)
+            page_size, size = index_k.shape[2], sparse.block_size
+            return prefill.plan_scores(self.team, self._scratch, arrays.batch, heads, dim, page_size, size)
+
+        tokens, heads, dim = index_q.shape
+        plan = self._planned(batch, ("scores", index_q.shape, index_k.shape, sparse.block_size), make)
+        scores = torch.empty((heads, tokens, plan.blocks))
+        queries = index_q.contiguous()
+        prefill.score_blocks(self.team, plan, queries, index_k, sparse.block_size, scores, k_scale=k_scale)
+        return scores
+
+    def _sparse_tiles(
+        self, q: Tensor, k: Tensor, v: Tensor, picks: Tensor, batch: AttentionBatch, block_size: int,
+        sinks: Tensor | None, k_scale: float, v_scale: float,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        def make() -> prefill.AttentionPlan:
+            check_attention(q, k, v, batch, sinks)
+            check_picks(picks, q, k, block_size)
+            arrays = self._arrays(batch, k)
+            return prefill.plan_sparse(
+                self.team, self._scratch, arrays.batch, q.shape[1], k.shape[1], q.shape[2], k.shape[2],
+                index_heads=picks.shape[0], topk=picks.shape[2], block_size=block_size,
+            )  # fmt: skip
+
+        shapes = q.shape, k.shape, v.shape, picks.shape, picks.dtype, None if sinks is None else sinks.shape
+        plan = self._planned(batch, ("sparse", block_size, *shapes), make)
+        out, lse = torch.empty_like(q, memory_format=torch.contiguous_format), torch.empty(q.shape[:2])
+        prefill.sparse(
+            self.team, plan, q.contiguous(), k, v, picks.int().contiguous(), block_size, out, lse, sinks=_logits(sinks),
+            k_scale=k_scale, v_scale=v_scale,
+        )  # fmt: skip
+        return out, lse
+
+    def _dense_tiles(
+        self, q: Tensor, k: Tensor, v: Tensor, batch: AttentionBatch, sinks: Tensor | None, k_scale: float,
+        v_scale: float,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        def make() -> prefill.AttentionPlan:
+            check_attention(q, k, v, batch, sinks)
+            arrays = self._arrays(batch, k)
+            return prefill.plan_dense(
+                self.team, self._scratch, arrays.batch, q.shape[1], k.shape[1], q.shape[2], k.shape[2]
+            )
+
+        shapes = q.shape, k.shape, v.shape, None if sinks is None else sinks.shape
+        plan = self._planned(batch, ("dense", *shapes), make)
+        out, lse = torch.empty_like(q, memory_format=torch.contiguous_format), torch.empty(q.shape[:2])
+        prefill.dense(
+            self.team, plan, q.contiguous(), k, v, out, lse, sinks=_logits(sinks), k_scale=k_scale, v_scale=v_scale
+        )
+        return out, lse
+
+    def _planned(self, batch: AttentionBatch, shapes: tuple[Any, ...], make: Callable[[], Any]) -> Any:
+        """What `make` checked and planned for the first layer of a step whose operands have these shapes."""
+        last = self._last
+        if last is not None and last[0] is batch and shapes in last[1].plans:
+            return last[1].plans[shapes]
+        plan = make()
+        assert self._last is not None  # `make` asked for the arrays
+        self._last[1].plans[shapes] = plan
+        return plan
+
     def _parts(self, items: int, most: int) -> int:
         """Into how many parts each work item is cut, so that there is something for every thread, evenly."""
         wanted = 8 * self.team.size if self.team.size > 1 else 1
@@ -245,10 +302,18 @@ class CpuOps:
     ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
         out, lse = torch.empty(q.shape, dtype=torch.float32), torch.empty(q.shape[:2], dtype=torch.float32)
         parts_of = np.where(arrays.token_seq >= 0, np.int32(parts), np.int32(0))
-        sink = _sinks(sinks)
-        sink = np.empty(0, np.float32) if sink is None else sink
+        logits = _logits(sinks)
+        sink = np.empty(0, np.float32) if logits is None else logits.numpy()
         self.team.run(
-            finish, parts_of, sums, tops, masses, sink, out.numpy(), lse.numpy(), threads=1 + out.numel() // 65536
+            launch_finish,
+            parts_of,
+            sums,
+            tops,
+            masses,
+            sink,
+            out.numpy(),
+            lse.numpy(),
+            threads=1 + out.numel() // 65536,
         )
         result = out.to(q.dtype)
         return (result, lse) if return_lse else result
@@ -302,10 +367,16 @@ def _as_arrays(batch: AttentionBatch, page_size: int) -> _Arrays:
     return _Arrays(ArrayBatch(table, seq_lens, starts, positions), token_seq, page_size, int(used.max(initial=0)))
 
 
-def _sinks(sinks: Tensor | None) -> NDArray[Any] | None:
-    return None if sinks is None else as_array(sinks.float().contiguous())
+def _logits(sinks: Tensor | None) -> Tensor | None:
+    return None if sinks is None else sinks.float().contiguous()
 
 
-def _fits_tiles(q: Tensor, plane: Tensor) -> bool:
-    """Whether matrix tiles take these operands."""
-    return q.dtype is plane.dtype is torch.bfloat16 and prefill.supports(q.shape[2])
+def _fit_tiles(q: Tensor, *planes: Tensor) -> bool:
+    """Whether matrix tiles take these operands; kernels get addresses, so all about them is looked at here."""
+    return (
+        all(plane.dtype is torch.bfloat16 and plane.is_cpu and plane.is_contiguous() for plane in planes)
+        and q.dtype is torch.bfloat16
+        and q.is_cpu
+        and q.dim() == 3
+        and prefill.supports(q.shape[2])
+    )

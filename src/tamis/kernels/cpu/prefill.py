@@ -1,21 +1,22 @@
 """Attention and block scores at matrix speed: how work is cut into items, and the calls that backends make.
 
 For bf16 planes, queries and outputs, head dims that are multiples of 32, and only where `amx.available()`; shapes are
-as in `kernels/ops.py` and checked by the caller. Arrays are contiguous NumPy views of the tensors' memory
-(`lowfloat.as_array`), bf16 as uint16.
+as in `kernels/ops.py` and checked by the caller. Tensors are contiguous: kernels get their addresses.
 """
 
 from typing import NamedTuple
 
 import numpy as np
 from numba import njit
+from torch import Tensor
 
 from tamis.kernels.cpu import amx
-from tamis.kernels.cpu.amx_attention import LOG2E, dense_items
-from tamis.kernels.cpu.amx_room import Array, Operands, Room, State, room_bytes
-from tamis.kernels.cpu.amx_score import ScoreRoom, score_items, score_room_bytes
-from tamis.kernels.cpu.amx_sparse import sparse_items
+from tamis.kernels.cpu.amx_attention import LOG2E, launch_dense_items
+from tamis.kernels.cpu.amx_room import Array, room_bytes
+from tamis.kernels.cpu.amx_score import launch_score_items, score_room_bytes
+from tamis.kernels.cpu.amx_sparse import launch_sparse_items
 from tamis.kernels.cpu.amx_tiles import CHUNK, LINE, ROWS
+from tamis.kernels.cpu.frames import Frame
 from tamis.kernels.cpu.scratch import Scratch
 from tamis.kernels.cpu.threads import ThreadTeam
 
@@ -29,7 +30,6 @@ SCORE_ROWS = 1024
 DENSE_ITEMS, SPARSE_ITEMS = 4, 2
 """Work items there should be for each thread: more of them end more evenly, fewer share more."""
 
-_NO_SINKS = np.zeros(0, np.float32)
 _MANY = np.iinfo(np.int32).max
 
 
@@ -47,80 +47,124 @@ def supports(dim: int) -> bool:
     return dim % 32 == 0 and 0 < dim <= 256 and amx.available()
 
 
+class AttentionPlan(NamedTuple):
+    """What all layers of a step share whose attention has one shape: work items, and the memory they are done in.
+
+    Scratch is shared with every other plan, so calls come one after the other.
+    """
+
+    frame: Array
+    kept: Frame
+
+
+class ScorePlan(NamedTuple):
+    """The same for block scores."""
+
+    frame: Array
+    kept: Frame
+    blocks: int
+    """NB: blocks of the longest sequence."""
+
+
+def plan_dense(
+    team: ThreadTeam, scratch: Scratch, batch: ArrayBatch, q_heads: int, kv_heads: int, dim: int, page_size: int
+) -> AttentionPlan:
+    """A plan for `dense`."""
+    shape = (q_heads, kv_heads, dim, page_size)
+    return _plan_attention(team, scratch, batch, shape, (DENSE_STATE_BYTES, DENSE_ITEMS), _MANY, 0, 1)
+
+
+def plan_sparse(
+    team: ThreadTeam, scratch: Scratch, batch: ArrayBatch, q_heads: int, kv_heads: int, dim: int, page_size: int,
+    *, index_heads: int, topk: int, block_size: int,
+) -> AttentionPlan:  # fmt: skip
+    """A plan for `sparse`."""
+    each, shape = index_heads // kv_heads * topk, (q_heads, kv_heads, dim, page_size)
+    sizes = SPARSE_STATE_BYTES, SPARSE_ITEMS
+    return _plan_attention(team, scratch, batch, shape, sizes, each * block_size, each, block_size)
+
+
+def plan_scores(
+    team: ThreadTeam, scratch: Scratch, batch: ArrayBatch, heads: int, dim: int, page_size: int, block_size: int
+) -> ScorePlan:
+    """A plan for `score_blocks`."""
+    span = max(1, SCORE_ROWS // heads)
+    rows = -(-span * heads // ROWS) * ROWS
+    ranges = sum(-(-int(n) // span) for n in np.diff(batch.query_start))
+    items = np.empty((ranges, 3), np.int32)
+    cut_ranges(batch.query_start, span, items)
+    blocks = -(-int(batch.seq_lens.max(initial=0)) // block_size)
+    frame = Frame(
+        len(batch.positions), heads, dim, page_size, blocks, batch.page_table, batch.seq_lens, batch.positions,
+        amx.tile_config(), items,
+        scratch.get("score bytes", (team.size, score_room_bytes(dim, rows)), np.uint8),
+        scratch.get("score limits", (team.size, 3, rows), np.int32),
+        scratch.get("score tiles", (team.size, 2 * CHUNK // ROWS), np.int64),
+    )  # fmt: skip
+    return ScorePlan(frame.values, frame, blocks)
+
+
 def dense(
-    team: ThreadTeam, scratch: Scratch, q: Array, k: Array, v: Array, batch: ArrayBatch, out: Array, lse: Array,
-    *, sinks: Array | None = None, k_scale: float = 1.0, v_scale: float = 1.0,
+    team: ThreadTeam, plan: AttentionPlan, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+    *, sinks: Tensor | None = None, k_scale: float = 1.0, v_scale: float = 1.0,
 ) -> None:  # fmt: skip
     """`Ops.dense_attention` into out bf16 [T, Hq, D] and lse float32 [T, Hq], decode and prefill."""
-    call = _prepare(team, scratch, q, k, v, batch, out, lse, sinks, (DENSE_STATE_BYTES, DENSE_ITEMS), _MANY, 0)
-    team.run(dense_items, *call.work, call.operands, *_scales(q, k_scale, v_scale), call.room, call.state)
+    team.run(launch_dense_items, plan.frame, *_operands(q, k, v, sinks, out, lse), *_scales(q, k_scale, v_scale))
 
 
 def sparse(
-    team: ThreadTeam, scratch: Scratch, q: Array, k: Array, v: Array, picks: Array, batch: ArrayBatch, block_size: int,
-    out: Array, lse: Array, *, sinks: Array | None = None, k_scale: float = 1.0, v_scale: float = 1.0,
+    team: ThreadTeam, plan: AttentionPlan, q: Tensor, k: Tensor, v: Tensor, picks: Tensor, block_size: int,
+    out: Tensor, lse: Tensor, *, sinks: Tensor | None = None, k_scale: float = 1.0, v_scale: float = 1.0,
 ) -> None:  # fmt: skip
-    """`Ops.sparse_attention` into out bf16 [T, Hq, D] and lse float32 [T, Hq], decode and prefill."""
-    each = picks.shape[0] // k.shape[1] * picks.shape[2]
-    most = each * block_size
-    sizes = SPARSE_STATE_BYTES, SPARSE_ITEMS
-    call = _prepare(team, scratch, q, k, v, batch, out, lse, sinks, sizes, most, each, block_size)
-    scales = _scales(q, k_scale, v_scale)
-    team.run(sparse_items, *call.work, call.operands, picks, block_size, *scales, call.room, call.state)
-
-
-def score_blocks(
-    team: ThreadTeam, scratch: Scratch, index_q: Array, index_k: Array, batch: ArrayBatch, block_size: int,
-    scores: Array, *, k_scale: float = 1.0,
-) -> None:  # fmt: skip
-    """`Ops.score_blocks` of score type "max" into scores float32 [Hi, T, NB]."""
-    heads, dim = index_q.shape[1], index_q.shape[2]
-    span = max(1, SCORE_ROWS // heads)
-    rows = -(-span * heads // ROWS) * ROWS
-    threads = team.size
-    room = ScoreRoom(
-        scratch.get("score bytes", (threads, score_room_bytes(dim, rows)), np.uint8),
-        scratch.get("score limits", (threads, 3, rows), np.int32),
-        scratch.get("score tiles", (threads, CHUNK // ROWS), np.int64),
-    )
-    ranges = sum(-(-int(n) // span) for n in np.diff(batch.query_start))
-    items = scratch.get("score items", (max(ranges, 1), 3), np.int32)
-    cut_ranges(batch.query_start, span, items)
-    scale = np.float32(k_scale * dim**-0.5)
+    """`Ops.sparse_attention` into out bf16 [T, Hq, D] and lse float32 [T, Hq]; picks int32 [Hi, T, K]."""
     team.run(
-        score_items, amx.tile_config(), items[:ranges], index_q, index_k, batch.page_table, batch.seq_lens,
-        batch.positions, block_size, scale, room, scores,
+        launch_sparse_items, plan.frame, *_operands(q, k, v, sinks, out, lse), *_scales(q, k_scale, v_scale),
+        picks.data_ptr(), picks.shape[0], picks.shape[2], block_size,
     )  # fmt: skip
 
 
-class _Call(NamedTuple):
-    work: tuple[Array, Array, Array]
-    """Tile configuration, items, counters of finished parts."""
-    operands: Operands
-    room: Room
-    state: State
+def score_blocks(
+    team: ThreadTeam, plan: ScorePlan, index_q: Tensor, index_k: Tensor, block_size: int, scores: Tensor,
+    *, k_scale: float = 1.0,
+) -> None:  # fmt: skip
+    """`Ops.score_blocks` of score type "max" into scores float32 [Hi, T, NB]."""
+    scale = np.float32(k_scale * index_q.shape[2] ** -0.5)
+    team.run(
+        launch_score_items, plan.frame, index_q.data_ptr(), index_k.data_ptr(), index_k.shape[0], block_size, scale,
+        scores.data_ptr(),
+    )  # fmt: skip
 
 
-def _scales(q: Array, k_scale: float, v_scale: float) -> tuple[np.float32, np.float32]:
+def _operands(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, out: Tensor, lse: Tensor) -> tuple[int, ...]:
+    """As `amx_room.open_operands` takes them."""
+    sink = 0 if sinks is None else sinks.data_ptr()
+    return q.data_ptr(), k.data_ptr(), v.data_ptr(), k.shape[0], sink, out.data_ptr(), lse.data_ptr()
+
+
+def _scales(q: Tensor, k_scale: float, v_scale: float) -> tuple[np.float32, np.float32]:
     return np.float32(k_scale * float(LOG2E) * q.shape[2] ** -0.5), np.float32(v_scale)
 
 
-def _prepare(
-    team: ThreadTeam, scratch: Scratch, q: Array, k: Array, v: Array, batch: ArrayBatch, out: Array, lse: Array,
-    sinks: Array | None, sizes: tuple[int, int], most: int, picks_each: int, block_size: int = 1,
-) -> _Call:  # fmt: skip
-    """Items, room and state of an attention call.
+def _plan_attention(
+    team: ThreadTeam, scratch: Scratch, batch: ArrayBatch, shape: tuple[int, int, int, int], sizes: tuple[int, int],
+    most: int, picks_each: int, block_size: int,
+) -> AttentionPlan:  # fmt: skip
+    """Cut the work and find room for it; the frame is what `amx_room` reads.
 
-    sizes: bytes of state of a range, items a thread; most: tokens of context a query reads; picks_each: blocks a KV
-    head may pick for a token.
+    shape: query heads, KV heads, dim, page size; sizes: bytes of state of a range, items a thread; most: tokens of
+    context a query reads; picks_each: blocks a KV head may pick for a token, 0: dense.
     """
-    tokens, heads, dim, group = q.shape[0], k.shape[1], q.shape[2], q.shape[1] // k.shape[1]
+    q_heads, heads, dim, page_size = shape
+    tokens, group = len(batch.positions), q_heads // heads
     target = sizes[1] * team.size
     span = max(min(max(sizes[0] // (group * dim * 4), 1), -(-tokens * heads // target)), -(-ROWS // group))
-    items, cut, ranges = _plan(scratch, batch, span, heads, target, most)
+    items, cut, ranges = _cut(batch, span, heads, target, most)
     threads, rows = team.size, -(-span * group // ROWS) * ROWS
-    longest = -(-batch.page_table.shape[1] * k.shape[2] // block_size) if picks_each else 0
-    room = Room(
+    longest = -(-batch.page_table.shape[1] * page_size // block_size) if picks_each else 0
+    slots = threads + cut * heads
+    frame = Frame(
+        tokens, *shape, batch.page_table, batch.seq_lens, batch.positions,
+        amx.tile_config(), items, np.zeros(max(ranges * heads, 1), np.int64),
         scratch.get("bytes", (threads, -(-room_bytes(dim, rows) // LINE) * LINE), np.uint8),
         scratch.get("lanes", (threads, 2, ROWS), np.float32),
         scratch.get("marks", (threads, 3, ROWS), np.int32),
@@ -128,25 +172,17 @@ def _prepare(
         scratch.get("clean", (threads, CHUNK, dim), np.uint16),
         scratch.get("limits", (threads, 3, rows), np.int32),
         scratch.get("lists", (threads, 2 * longest + span * picks_each), np.int32),
-    )
-    slots = threads + cut * heads
-    state = State(
         scratch.get("sums", (slots, rows, dim), np.float32),
         scratch.get("peaks", (slots, rows), np.float32),
         scratch.get("totals", (slots, rows), np.float32),
-    )
-    done = scratch.get("done", (max(ranges * heads, 1),), np.int64)
-    done.fill(0)
-    operands = Operands(
-        q, k, v, batch.page_table, batch.seq_lens, batch.positions, _NO_SINKS if sinks is None else sinks, out, lse
-    )
-    return _Call((amx.tile_config(), items, done), operands, room, state)
+    )  # fmt: skip
+    return AttentionPlan(frame.values, frame)
 
 
-def _plan(scratch: Scratch, batch: ArrayBatch, span: int, heads: int, target: int, most: int) -> tuple[Array, int, int]:
+def _cut(batch: ArrayBatch, span: int, heads: int, target: int, most: int) -> tuple[Array, int, int]:
     room = 64
     while True:
-        items = scratch.get("items", (room, 7), np.int32)
+        items = np.empty((room, 7), np.int32)
         count, cut, ranges = plan_items(batch.query_start, batch.seq_lens, span, heads, target, most, items)
         if count <= room:
             return items[:count], cut, ranges

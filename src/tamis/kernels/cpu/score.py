@@ -5,11 +5,13 @@ from numba import njit
 
 from tamis.kernels.cpu.lowfloat import FAST, fast_exp2
 from tamis.kernels.cpu.rows import TILE, load_tile, tile_logits
-from tamis.kernels.cpu.threads import take_ticket
+from tamis.kernels.cpu.threads import share, take_ticket
 
 NEG_INF = np.float32(-np.inf)
 LN2 = np.float32(np.log(2.0))
 LOG2E = np.float32(1 / np.log(2.0))
+STRIDE = 64
+"""Block scores looked at together."""
 
 
 @njit(fastmath=FAST)
@@ -30,7 +32,16 @@ def _sum_exp(line, count, peak):  # type: ignore[no-untyped-def]
     return total
 
 
-@njit(nogil=True, cache=True, fastmath=FAST)
+@njit(fastmath=FAST)
+def _any_above(line, start, stop, floor):  # type: ignore[no-untyped-def]
+    """Whether one of line[start:stop] is larger than `floor`; NaN is not."""
+    above = 0
+    for i in range(start, stop):
+        above += 1 if line[i] > floor else 0
+    return above > 0
+
+
+@njit(nogil=True, fastmath=FAST)
 def score_tiles(tickets, items, q, k, page_table, positions, block_size, q_scale, k_scale, use_lse, scores):  # type: ignore[no-untyped-def]
     """Work items int32 [n, 5]: sequence, first query token, tokens, first block, end block. q [T, Hi, Di] fp32.
 
@@ -64,6 +75,12 @@ def score_tiles(tickets, items, q, k, page_table, positions, block_size, q_scale
                 place += size
 
 
+@njit(nogil=True, cache=True)
+def launch_score_tiles(box, *args):  # type: ignore[no-untyped-def]
+    """Run `score_tiles` on a team."""
+    return share(box, score_tiles, args)
+
+
 @njit(fastmath=FAST)
 def _merge(logits, rows, heads, token, first, start, count, block, use_lse, scores):  # type: ignore[no-untyped-def]
     """Join the logits of one tile into the scores of its block."""
@@ -85,7 +102,7 @@ def _merge(logits, rows, heads, token, first, start, count, block, use_lse, scor
         scores[h, t, block] = peak + np.float32(np.log(total))
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True)
 def select(tickets, scores, positions, block_size, init_blocks, local_blocks, picks):  # type: ignore[no-untyped-def]
     """picks int32 [Hi, T, topk] from scores fp32 [Hi, T, NB]; one work item a head and token.
 
@@ -106,17 +123,29 @@ def select(tickets, scores, positions, block_size, init_blocks, local_blocks, pi
         early, late = min(init_blocks, seen), max(own - local_blocks + 1, 0)
         room = topk - early - max(seen - max(late, early), 0)
         found = 0
-        for block in range(early, min(late, seen)):
-            score = line[block]
-            if not score > NEG_INF or room <= 0 or (found == room and not score > best[found - 1]):
+        last = min(late, seen) if room > 0 else early
+        for start in range(early, last, STRIDE):
+            stop = min(start + STRIDE, last)
+            # In a long context few blocks get in: whole strides are passed over at vector speed.
+            if not _any_above(line, start, stop, best[found - 1] if found == room else NEG_INF):
                 continue
-            at = found if found < room else found - 1
-            while at > 0 and best[at - 1] < score:
-                best[at], ids[at] = best[at - 1], ids[at - 1]
-                at -= 1
-            best[at], ids[at] = score, block
-            found = min(found + 1, room)
+            for block in range(start, stop):
+                score = line[block]
+                if not score > (best[found - 1] if found == room else NEG_INF):
+                    continue
+                at = found if found < room else found - 1
+                while at > 0 and best[at - 1] < score:
+                    best[at], ids[at] = best[at - 1], ids[at - 1]
+                    at -= 1
+                best[at], ids[at] = score, block
+                found = min(found + 1, room)
         _write_picks(chosen, ids, found, early, max(late, early), seen)
+
+
+@njit(nogil=True, cache=True)
+def launch_select(box, *args):  # type: ignore[no-untyped-def]
+    """Run `select` on a team."""
+    return share(box, select, args)
 
 
 @njit

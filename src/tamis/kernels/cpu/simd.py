@@ -306,12 +306,15 @@ def _transposed(builder: Any, rows: list[Any]) -> list[Any]:
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def prefetch(_context: Any, address: Any) -> Any:
-    """`prefetch(address)`: bring a cache line into the second-level cache."""
+def prefetch_each(_context: Any, table: Any, offset: Any) -> Any:
+    """Bring the cache lines at `offset` from each of sixteen addresses (int64 at `table`) into the second level."""
 
     def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         hints = [ir.Constant(_I32, value) for value in (0, 2, 1)]  # read, second level, data
-        _call(builder, "llvm.prefetch.p0", ir.VoidType(), _pointer(builder, args[0], ir.IntType(8)), *hints)
+        for i in range(16):
+            start = _read(builder, builder.add(args[0], ir.Constant(_I64, 8 * i)), _I64)
+            line = _pointer(builder, builder.add(start, args[1]), ir.IntType(8))
+            _call(builder, "llvm.prefetch.p0", ir.VoidType(), line, *hints)
         return _nothing(context)
 
-    return types.void(types.intp), generate
+    return types.void(types.intp, types.intp), generate
