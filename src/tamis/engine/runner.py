@@ -5,7 +5,7 @@ from torch import Tensor
 
 from tamis.engine.batch import Batch
 from tamis.engine.signals import SignalGate
-from tamis.kernels import AttentionBatch, Ops, choose_model_ops
+from tamis.kernels import AttentionBatch, Ops, choose_layers, choose_model_ops
 from tamis.kv import SparseKVPool
 from tamis.models.attention import StepContext
 from tamis.models.decoder import CausalLM
@@ -34,6 +34,7 @@ class Runner:
         self.model, self.pool, self.ops = model, pool, ops
         self.device = device
         self.model_ops = choose_model_ops(ops)
+        self.layers = choose_layers(ops, self.model_ops)
         self.signals = SignalGate()
 
     @torch.inference_mode()
@@ -45,7 +46,7 @@ class Runner:
         """
         slots = self.pool.check_loc(self._ints(batch.slots))
         step = StepContext(self.pool, self.ops, attention_batch(batch, self.device), slots, self.model_ops,
-                           self.signals.deliver)  # fmt: skip
+                           self.layers, self.signals.deliver)  # fmt: skip
         logits: Tensor = self.model(self._ints(batch.token_ids), step, self._ints(batch.logit_rows))
         return logits
 

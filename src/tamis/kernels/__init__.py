@@ -2,11 +2,14 @@
 
 from tamis.config import EngineConfig
 from tamis.kernels.dense import TorchModelOps
-from tamis.kernels.linear import ModelOps
-from tamis.kernels.ops import AttentionBatch, Ops, combine_partials
+from tamis.kernels.linear import LayerRunner, ModelOps
+from tamis.kernels.ops import AttentionBatch, LayerPlanes, Ops, combine_partials
 from tamis.kernels.reference import ReferenceOps
 
-__all__ = ["AttentionBatch", "Ops", "ReferenceOps", "choose_model_ops", "choose_ops", "combine_partials"]
+__all__ = [
+    "AttentionBatch", "LayerPlanes", "Ops", "ReferenceOps", "choose_layers", "choose_model_ops", "choose_ops",
+    "combine_partials",
+]  # fmt: skip
 
 
 def choose_ops(settings: EngineConfig) -> tuple[Ops, str]:
@@ -29,3 +32,15 @@ def choose_model_ops(ops: Ops) -> ModelOps:
 
     assert isinstance(ops, CpuOps)
     return CpuModelOps(ops.team)
+
+
+def choose_layers(ops: Ops, model_ops: ModelOps) -> LayerRunner | None:
+    """What runs whole layers in a piece, where these backends have such a thing."""
+    if ops.name != "cpu" or model_ops.name != "cpu":
+        return None
+    from tamis.kernels.cpu.fused import FusedLayers
+    from tamis.kernels.cpu.model import CpuModelOps
+    from tamis.kernels.cpu.ops import CpuOps
+
+    assert isinstance(ops, CpuOps) and isinstance(model_ops, CpuModelOps)
+    return FusedLayers(ops, model_ops)

@@ -14,6 +14,8 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from tamis.config import SparseAttentionConfig
+from tamis.kernels.ops import AttentionBatch, LayerPlanes
 from tamis.kernels.quant import Matrix
 
 
@@ -99,6 +101,21 @@ class ExpertWeights:
     shared: GatedWeights | None
 
 
+@dataclass(frozen=True, eq=False)
+class LayerWeights:
+    """A whole decoder layer, for backends that run one in a piece."""
+
+    norm: Norm
+    qkv: Linear
+    groups: tuple[HeadGroup, ...]
+    """q, k, v; in sparse layers index q and index k; in K+V layers index v."""
+    o: Linear
+    mlp_norm: Norm
+    mlp: GatedWeights | ExpertWeights
+    sparse: SparseAttentionConfig | None
+    """None: a dense layer."""
+
+
 Rope = tuple[Tensor, Tensor]
 """cos and sin of the step's positions, fp32 [T, rotary_dim / 2]."""
 
@@ -132,3 +149,13 @@ class ModelOps(Protocol):
 
     def logits(self, x: Tensor, norm: Norm, linear: Linear) -> Tensor:
         """linear(norm(x)) in fp32 [T, outputs]."""
+
+
+class LayerRunner(Protocol):
+    """Runs whole decoder layers in a piece, where it can."""
+
+    def run(self, weights: LayerWeights, x: Tensor, rope: Rope, planes: LayerPlanes, batch: AttentionBatch) -> bool:
+        """x fp32 [T, C] += the layer, K and V written to their planes; False, and nothing done, where it is not taken.
+
+        Results are those of `ModelOps` and `Ops` called one by one.
+        """

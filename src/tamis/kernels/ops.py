@@ -69,6 +69,22 @@ class AttentionBatch:
                 raise KernelInputError(f"row {row}: positions {positions.tolist()} outside its {length} tokens")
 
 
+@dataclass(frozen=True)
+class LayerPlanes:
+    """The planes of one layer, and where in them a step's n tokens go (see `SparseKVPool.open_layer`)."""
+
+    k: Tensor
+    v: Tensor
+    index_k: Tensor | None
+    """None on a dense layer."""
+    rows: Tensor
+    """int64 [n, kv_heads]: rows of k and v seen as [(num_pages + 1) * kv_heads * page_size, dim]."""
+    index_rows: Tensor | None
+    """int64 [n, 1]: rows of index_k."""
+    plain: bool
+    """Whether what is written is the value itself: no scale divides it."""
+
+
 class Ops(Protocol):
     """The operations every backend implements; `kernels/reference.py` is the specification."""
 

@@ -23,6 +23,7 @@ from tamis.errors import (
     PageError,
     SlotError,
 )
+from tamis.kernels.ops import LayerPlanes
 from tamis.kernels.paging import cast_values, plane_rows, raw_view
 from tamis.kv.blob import PageBlob
 from tamis.kv.layout import INDEX_K_PLANES, INDEX_KV_PLANES, MAIN_PLANES, KVLayout, check_int
@@ -105,6 +106,23 @@ class SparseKVPool:
         """
         self._check_sparse(layer_id)
         return picks
+
+    def open_layer(self, layer_id: int, loc: Tensor | SlotIds) -> LayerPlanes:
+        """The planes of a layer for kernels that write a step's tokens and read the context in one pass.
+
+        Checks and waits as the setters and getters do. Raises NotKeyOnlyLayerError on a K+V layer.
+        """
+        kind, slots = self.layout.kind(layer_id), self.check_loc(loc)
+        planes = self._memory.planes[layer_id]
+        dense = kind is LayerKind.DENSE
+        if not dense:
+            self._check_key_only(layer_id)
+        self._wait(layer_id, MAIN if dense else MAIN | INDEX)
+        return LayerPlanes(
+            self._view(layer_id, "k"), self._view(layer_id, "v"), None if dense else self._view(layer_id, "index_k"),
+            slots.rows(planes["k"].row[0]), None if dense else slots.rows(1),
+            all(plane.scale == 1.0 for plane in planes.values()),
+        )  # fmt: skip
 
     # Writing
 

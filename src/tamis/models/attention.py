@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from tamis.config import LayerKind, ModelConfig
 from tamis.kernels import AttentionBatch, Ops
 from tamis.kernels.dense import TorchModelOps
-from tamis.kernels.linear import HeadGroup, Linear, ModelOps, Rope
+from tamis.kernels.linear import HeadGroup, LayerRunner, Linear, ModelOps, Rope
 from tamis.kv import SlotIds, SparseKVPool
 from tamis.models.layers import RMSNorm
 
@@ -32,6 +32,8 @@ class StepContext:
     """The slot of each of the step's T tokens."""
     model_ops: ModelOps = field(default_factory=TorchModelOps)
     """For everything but attention."""
+    layers: LayerRunner | None = None
+    """Runs whole layers in a piece, where it can."""
     before_layer: Callable[[], None] = _go_on
     """Called before every layer; what it raises ends the step (Ctrl-C, which must not strike in a kernel)."""
 

@@ -1,10 +1,12 @@
 """The decoder-only language model that both families share; they differ in configuration and in their weight plans."""
 
+from functools import cached_property
+
 import torch
 from torch import Tensor, nn
 
-from tamis.config import ModelConfig
-from tamis.kernels.linear import Linear, Rope
+from tamis.config import LayerKind, ModelConfig
+from tamis.kernels.linear import LayerWeights, Linear, Rope
 from tamis.models.attention import Attention, StepContext
 from tamis.models.layers import GatedMLP, MixtureOfExperts, RMSNorm, RotaryEmbedding
 
@@ -23,8 +25,22 @@ class DecoderLayer(nn.Module):
             else GatedMLP(config, config.intermediate_size, dtype)
         )
 
+    @cached_property
+    def weights(self) -> LayerWeights:
+        """What the kernels need of this layer; asked for once its weights are loaded."""
+        attention, mlp = self.attention, self.mlp
+        assert isinstance(mlp, MixtureOfExperts | GatedMLP)
+        return LayerWeights(
+            self.input_norm, attention.qkv_proj, tuple(attention.groups), attention.o_proj, self.mlp_norm, mlp.weights,
+            None if attention.kind is LayerKind.DENSE else attention.config.sparse,
+        )  # fmt: skip
+
     def forward(self, x: Tensor, rope: Rope, step: StepContext) -> None:
         """Adds to the residual stream x, fp32 [T, C]."""
+        if step.layers is not None and self.attention.kind is not LayerKind.SPARSE_KV:
+            planes = step.pool.open_layer(self.attention.layer_id, step.slots)
+            if step.layers.run(self.weights, x, rope, planes, step.batch):
+                return
         self.attention(x, self.input_norm, rope, step)
         self.mlp(x, self.mlp_norm, step.model_ops)
 

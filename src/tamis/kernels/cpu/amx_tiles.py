@@ -62,7 +62,7 @@ def find_tiles(plane, pages, head, start, count, copies, addresses):  # type: ig
 
 @njit
 def find_ahead(plane, pages, head, start, count, addresses):  # type: ignore[no-untyped-def]
-    """As `find_tiles` for tokens wanted soon; a place of no interest where 16 of them cross pages or lie past `count`."""
+    """As `find_tiles` for tokens wanted soon; a place of no interest where 16 cross pages or are past `count`."""
     for first in range(0, CHUNK, ROWS):
         place = addresses
         if first < count and (start + first) % plane[2] + ROWS <= plane[2]:

@@ -33,7 +33,7 @@ _NO_FLOATS = np.empty(0, np.float32)
 _NO_HALVES = np.empty(0, np.int16)
 
 
-class _Weights(NamedTuple):
+class Weights(NamedTuple):
     """A matrix as kernels take it, experts one below the other."""
 
     parts: tuple[NDArray[Any], NDArray[Any], NDArray[Any]]
@@ -70,7 +70,7 @@ class CpuModelOps:
         self.team = team
         self._scratch = Scratch()
         self._torch = TorchModelOps()
-        self._weights: dict[Linear, _Weights | None] = {}
+        self._weights: dict[Linear, Weights | None] = {}
         self._head_tables: dict[Linear, _Heads] = {}
 
     def embed(self, table: Linear, token_ids: Tensor) -> Tensor:
@@ -79,10 +79,10 @@ class CpuModelOps:
 
     def heads(self, x: Tensor, norm: Norm, linear: Linear, groups: Sequence[HeadGroup], rope: Rope) -> list[Tensor]:
         """See `ModelOps.heads`."""
-        weights = self._take(linear)
+        weights = self.take(linear)
         if weights is None:
             return self._torch.heads(x, norm, linear, groups, rope)
-        heads = self._head_tables.get(linear) or self._tabulate(linear, groups)
+        heads = self.tabulate(linear, groups)
         cos, sin = (table.numpy() for table in rope)
         tokens = len(x)
         flat = self._buffer("heads", (tokens * linear.shape[-2],), linear.dtype)
@@ -99,7 +99,7 @@ class CpuModelOps:
 
     def add_projection(self, x: Tensor, y: Tensor, linear: Linear) -> None:
         """See `ModelOps.add_projection`."""
-        weights = self._take(linear)
+        weights = self.take(linear)
         if weights is None:
             self._torch.add_projection(x, y, linear)
         elif len(x) <= weights.few:
@@ -131,7 +131,7 @@ class CpuModelOps:
 
     def logits(self, x: Tensor, norm: Norm, linear: Linear) -> Tensor:
         """See `ModelOps.logits`."""
-        weights = self._take(linear)
+        weights = self.take(linear)
         if weights is None or not len(x):
             return self._torch.logits(x, norm, linear)
         out = torch.empty(len(x), linear.shape[-2])
@@ -145,7 +145,7 @@ class CpuModelOps:
     # Few rows
 
     def _project(
-        self, source: tuple[Any, Any, Any], linear: Linear, weights: _Weights, out: Tensor, *, add: bool
+        self, source: tuple[Any, Any, Any], linear: Linear, weights: Weights, out: Tensor, *, add: bool
     ) -> None:
         room = self._room(len(out), linear.shape[-1], len(out) * weights.chunk)
         self.team.run(
@@ -180,7 +180,7 @@ class CpuModelOps:
             x.numpy(), room, down.chunk,
         )  # fmt: skip
 
-    def _pair(self, weights: GatedWeights) -> tuple[_Weights, _Weights]:
+    def _pair(self, weights: GatedWeights) -> tuple[Weights, Weights]:
         up, down = self._weights[weights.gate_up], self._weights[weights.down]
         assert up is not None and down is not None  # _takes said so
         return up, down
@@ -255,9 +255,9 @@ class CpuModelOps:
 
     def _takes(self, *weights: GatedWeights | None) -> bool:
         linears = [linear for pair in weights if pair is not None for linear in (pair.gate_up, pair.down)]
-        return None not in [self._take(linear) for linear in linears]
+        return None not in [self.take(linear) for linear in linears]
 
-    def _take(self, linear: Linear) -> _Weights | None:
+    def take(self, linear: Linear) -> Weights | None:
         """The weights as arrays; None where the kernels cannot take them."""
         if linear not in self._weights:
             self._weights[linear] = _as_weights(linear)
@@ -265,7 +265,10 @@ class CpuModelOps:
                 logger.info("a projection of %s is left to torch: its rows do not divide by 4 and 32", linear.shape)
         return self._weights[linear]
 
-    def _tabulate(self, linear: Linear, groups: Sequence[HeadGroup]) -> _Heads:
+    def tabulate(self, linear: Linear, groups: Sequence[HeadGroup]) -> _Heads:
+        """What finishing a projection's heads takes; made once."""
+        if linear in self._head_tables:
+            return self._head_tables[linear]
         rows, norms, start = [], [_NO_FLOATS], 0
         norm_at = 0
         for group in groups:
@@ -295,7 +298,7 @@ class CpuModelOps:
         return torch.from_numpy(self._scratch.get(name, shape, np.int16)).view(dtype)
 
 
-def _as_weights(linear: Linear) -> _Weights | None:
+def _as_weights(linear: Linear) -> Weights | None:
     outputs, width = linear.shape[-2:]
     if outputs % ROWS or width % GROUP:
         return None
@@ -306,7 +309,7 @@ def _as_weights(linear: Linear) -> _Weights | None:
         for part in (matrix.scales, matrix.offsets)
     ]
     bias = _NO_FLOATS if linear.bias is None else linear.bias.detach().numpy()
-    return _Weights((values.reshape(-1, values.shape[-1]).numpy(), halves[0], halves[1]), bias)
+    return Weights((values.reshape(-1, values.shape[-1]).numpy(), halves[0], halves[1]), bias)
 
 
 def _normed(x: Tensor, norm: Norm) -> tuple[NDArray[Any], NDArray[Any], np.float32]:

@@ -59,7 +59,7 @@ class CpuOps:
 
     def __init__(self, threads: int) -> None:
         self.team = ThreadTeam(threads)
-        self._scratch = Scratch()
+        self.scratch = Scratch()
         self._reference = ReferenceOps()
         self._told: set[str] = set()
         self._last: tuple[AttentionBatch, _Arrays] | None = None
@@ -81,13 +81,13 @@ class CpuOps:
         k_scale: float = 1.0,
     ) -> Tensor:  # fmt: skip
         """See `Ops.score_blocks`."""
-        if sparse.score_type == "max" and _fit_tiles(index_q, index_k):
+        if sparse.score_type == "max" and _queries_fit(index_q) and fit_tiles(index_k):
             return self._score_tiles(index_q, index_k, batch, sparse, k_scale)
         if not self._takes(index_q, index_k):
             return self._reference.score_blocks(index_q, index_k, batch, sparse, k_scale)
         check_attention(index_q, index_k, index_k, batch, kv_heads=1)
         tokens, heads, dim = index_q.shape
-        arrays = self._arrays(batch, index_k)
+        arrays = self.arrays(batch, index_k)
         seq_lens, positions = arrays.batch.seq_lens, arrays.batch.positions
         blocks = -(-int(seq_lens.max(initial=0)) // sparse.block_size)
         scores = torch.full((heads, tokens, blocks), -torch.inf)
@@ -95,8 +95,8 @@ class CpuOps:
         items = plan.score_items(tiles, sparse.block_size, SPAN)
         self.team.run(
             launch_score_tiles, items, as_array(index_q.float().contiguous()), as_array(index_k),
-            arrays.batch.page_table, positions, sparse.block_size, np.float32(dim**-0.5), np.float32(k_scale), sparse.score_type == "lse",
-            as_array(scores),
+            arrays.batch.page_table, positions, sparse.block_size, np.float32(dim**-0.5), np.float32(k_scale),
+            sparse.score_type == "lse", as_array(scores),
             threads=len(items),
         )  # fmt: skip
         return scores
@@ -131,7 +131,7 @@ class CpuOps:
         *, sinks: Tensor | None = None, k_scale: float = 1.0, v_scale: float = 1.0, return_lse: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
         """See `Ops.sparse_attention`."""
-        if _fit_tiles(q, k, v):
+        if _queries_fit(q) and fit_tiles(k, v):
             out, lse = self._sparse_tiles(q, k, v, picks, batch, block_size, sinks, k_scale, v_scale)
             return (out, lse) if return_lse else out
         if not self._takes(q, k):
@@ -141,7 +141,7 @@ class CpuOps:
             return (out, lse) if return_lse else out
         check_attention(q, k, v, batch, sinks)
         check_picks(picks, q, k, block_size)
-        arrays = self._arrays(batch, k)
+        arrays = self.arrays(batch, k)
         tokens, kv_heads = q.shape[0], k.shape[1]
         parts = self._parts(tokens * kv_heads, picks.shape[2])
         sums, tops, masses = self._partials(q, parts)
@@ -170,7 +170,7 @@ class CpuOps:
         *, sinks: Tensor | None = None, k_scale: float = 1.0, v_scale: float = 1.0, return_lse: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
         """See `Ops.dense_attention`."""
-        if _fit_tiles(q, k, v):
+        if _queries_fit(q) and fit_tiles(k, v):
             out, lse = self._dense_tiles(q, k, v, batch, sinks, k_scale, v_scale)
             return (out, lse) if return_lse else out
         if not self._takes(q, k):
@@ -179,7 +179,7 @@ class CpuOps:
             )
             return (out, lse) if return_lse else out
         check_attention(q, k, v, batch, sinks)
-        arrays = self._arrays(batch, k)
+        arrays = self.arrays(batch, k)
         group, kv_heads = q.shape[1] // k.shape[1], k.shape[1]
         seq_lens, positions = arrays.batch.seq_lens, arrays.batch.positions
         tiles = plan.query_tiles(arrays.token_seq, seq_lens, positions, max(1, MANY_ROWS // group))
@@ -221,12 +221,12 @@ class CpuOps:
     ) -> Tensor:
         def make() -> prefill.ScorePlan:
             check_attention(index_q, index_k, index_k, batch, kv_heads=1)
-            arrays = self._arrays(batch, index_k)
+            arrays = self.arrays(batch, index_k)
             page_size, size = index_k.shape[2], sparse.block_size
-            return prefill.plan_scores(self.team, self._scratch, arrays.batch, heads, dim, page_size, size)
+            return prefill.plan_scores(self.team, self.scratch, arrays.batch, heads, dim, page_size, size)
 
         tokens, heads, dim = index_q.shape
-        plan = self._planned(batch, ("scores", index_q.shape, index_k.shape, sparse.block_size), make)
+        plan = self.planned(batch, ("scores", index_q.shape, index_k.shape, sparse.block_size), make)
         scores = torch.empty((heads, tokens, plan.blocks))
         queries = index_q.contiguous()
         prefill.score_blocks(self.team, plan, queries, index_k, sparse.block_size, scores, k_scale=k_scale)
@@ -239,14 +239,14 @@ class CpuOps:
         def make() -> prefill.AttentionPlan:
             check_attention(q, k, v, batch, sinks)
             check_picks(picks, q, k, block_size)
-            arrays = self._arrays(batch, k)
+            arrays = self.arrays(batch, k)
             return prefill.plan_sparse(
-                self.team, self._scratch, arrays.batch, q.shape[1], k.shape[1], q.shape[2], k.shape[2],
+                self.team, self.scratch, arrays.batch, q.shape[1], k.shape[1], q.shape[2], k.shape[2],
                 index_heads=picks.shape[0], topk=picks.shape[2], block_size=block_size,
             )  # fmt: skip
 
         shapes = q.shape, k.shape, v.shape, picks.shape, picks.dtype, None if sinks is None else sinks.shape
-        plan = self._planned(batch, ("sparse", block_size, *shapes), make)
+        plan = self.planned(batch, ("sparse", block_size, *shapes), make)
         out, lse = torch.empty_like(q, memory_format=torch.contiguous_format), torch.empty(q.shape[:2])
         prefill.sparse(
             self.team, plan, q.contiguous(), k, v, picks.int().contiguous(), block_size, out, lse, sinks=_logits(sinks),
@@ -260,20 +260,20 @@ class CpuOps:
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         def make() -> prefill.AttentionPlan:
             check_attention(q, k, v, batch, sinks)
-            arrays = self._arrays(batch, k)
+            arrays = self.arrays(batch, k)
             return prefill.plan_dense(
-                self.team, self._scratch, arrays.batch, q.shape[1], k.shape[1], q.shape[2], k.shape[2]
+                self.team, self.scratch, arrays.batch, q.shape[1], k.shape[1], q.shape[2], k.shape[2]
             )
 
         shapes = q.shape, k.shape, v.shape, None if sinks is None else sinks.shape
-        plan = self._planned(batch, ("dense", *shapes), make)
+        plan = self.planned(batch, ("dense", *shapes), make)
         out, lse = torch.empty_like(q, memory_format=torch.contiguous_format), torch.empty(q.shape[:2])
         prefill.dense(
             self.team, plan, q.contiguous(), k, v, out, lse, sinks=_logits(sinks), k_scale=k_scale, v_scale=v_scale
         )
         return out, lse
 
-    def _planned(self, batch: AttentionBatch, shapes: tuple[Any, ...], make: Callable[[], Any]) -> Any:
+    def planned(self, batch: AttentionBatch, shapes: tuple[Any, ...], make: Callable[[], Any]) -> Any:
         """What `make` checked and planned for the first layer of a step whose operands have these shapes."""
         last = self._last
         if last is not None and last[0] is batch and shapes in last[1].plans:
@@ -291,9 +291,9 @@ class CpuOps:
     def _partials(self, q: Tensor, parts: int) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
         tokens, heads, dim = q.shape
         return (
-            self._scratch.get("sums", (tokens, heads, parts, dim), np.float32),
-            self._scratch.get("tops", (tokens, heads, parts), np.float32),
-            self._scratch.get("masses", (tokens, heads, parts), np.float32),
+            self.scratch.get("sums", (tokens, heads, parts, dim), np.float32),
+            self.scratch.get("tops", (tokens, heads, parts), np.float32),
+            self.scratch.get("masses", (tokens, heads, parts), np.float32),
         )
 
     def _finish(
@@ -318,7 +318,7 @@ class CpuOps:
         result = out.to(q.dtype)
         return (result, lse) if return_lse else result
 
-    def _arrays(self, batch: AttentionBatch, plane: Tensor) -> _Arrays:
+    def arrays(self, batch: AttentionBatch, plane: Tensor) -> _Arrays:
         """The batch as arrays; a step's layers all pass the same batch, so the last one is kept.
 
         Kernels trust page ids, so this is where one that `plane` does not have raises KernelInputError.
@@ -371,12 +371,10 @@ def _logits(sinks: Tensor | None) -> Tensor | None:
     return None if sinks is None else sinks.float().contiguous()
 
 
-def _fit_tiles(q: Tensor, *planes: Tensor) -> bool:
-    """Whether matrix tiles take these operands; kernels get addresses, so all about them is looked at here."""
-    return (
-        all(plane.dtype is torch.bfloat16 and plane.is_cpu and plane.is_contiguous() for plane in planes)
-        and q.dtype is torch.bfloat16
-        and q.is_cpu
-        and q.dim() == 3
-        and prefill.supports(q.shape[2])
-    )
+def _queries_fit(q: Tensor) -> bool:
+    return q.dtype is torch.bfloat16 and q.is_cpu and q.dim() == 3 and prefill.supports(q.shape[2])
+
+
+def fit_tiles(*planes: Tensor) -> bool:
+    """Whether matrix tiles read these planes; kernels get addresses, so all about them is looked at here."""
+    return all(plane.dtype is torch.bfloat16 and plane.is_cpu and plane.is_contiguous() for plane in planes)

@@ -1,0 +1,327 @@
+"""A whole decoder layer of few rows in one call from Python: projections, page writes, attention, MLP.
+
+Between kernels Python needs a hundred microseconds a layer, several times that when the weights that were just read
+have pushed it out of the caches; for one token that is as long as the work itself. Here compiled code goes from one
+kernel to the next. The kernels are those that `CpuOps` and `CpuModelOps` run one by one, and so are the results, bit
+for bit.
+
+Taken are dense and K-only layers with bf16 planes on matrix tiles; everything else goes the ordinary way.
+"""
+
+import math
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import torch
+from numba import njit
+from numpy.typing import NDArray
+from torch import Tensor
+
+from tamis.kernels.cpu import prefill
+from tamis.kernels.cpu.amx_attention import LOG2E, dense_items
+from tamis.kernels.cpu.amx_score import score_items
+from tamis.kernels.cpu.amx_sparse import sparse_items
+from tamis.kernels.cpu.amx_tiles import copy_row
+from tamis.kernels.cpu.dots import ROWS
+from tamis.kernels.cpu.experts import down, gate_up
+from tamis.kernels.cpu.frames import Frame, borrow, view1, view2, view3
+from tamis.kernels.cpu.matvec import project, project_heads, room_size
+from tamis.kernels.cpu.model import CpuModelOps, Weights
+from tamis.kernels.cpu.ops import CpuOps, fit_tiles
+from tamis.kernels.cpu.score import select
+from tamis.kernels.cpu.threads import share
+from tamis.kernels.linear import ExpertWeights, GatedWeights, LayerWeights, Rope
+from tamis.kernels.ops import AttentionBatch, LayerPlanes
+from tamis.kernels.quant import GROUP
+
+_MATRIX = 3 + 2 + 2 + 2
+"""Numbers of a frame that describe a weight: values, scales, offsets, bias."""
+
+
+def _places(*sizes: int) -> tuple[int, ...]:
+    """Where entries of these sizes begin."""
+    return tuple(accumulate(sizes[:-1], initial=0))
+
+
+# A layer's frame: numbers, then arrays.
+(
+    _WIDTH, _Q_HEADS, _KV_HEADS, _DIM, _INDEX_HEADS, _INDEX_DIM, _BLOCK, _INIT, _LOCAL, _TOPK, _CLAMPED,
+    _FLOATS, _NORM, _QKV, _TABLE, _NORMS, _O, _MLP_NORM, _ROUTER, _ROUTER_BIAS, _UP, _DOWN, _SHARED_UP, _SHARED_DOWN,
+) = _places(*[1] * 11, 2, 2, _MATRIX, 3, 2, _MATRIX, 2, 3, 2, *[_MATRIX] * 4)  # fmt: skip
+# A step's: numbers, then memory that every layer of this shape works in.
+(
+    _TOKENS, _ROTATED, _O_CHUNK, _UP_CHUNK, _DOWN_CHUNK,
+    _HEADS, _SCORES, _PICKS, _ATTENDED, _LSE, _CHOSEN, _SHARES, _INNER, _SHARED_INNER, _ROOM,
+) = _places(*[1] * 5, 2, 4, 4, 3, 3, 3, 3, 3, 3, 3)  # fmt: skip
+
+
+@njit
+def _matrix(frame, at, kind):  # type: ignore[no-untyped-def]
+    """A weight: (values, scales, offsets), bias. `kind`: any array of the values' type."""
+    values = view2(frame, at, kind.dtype)
+    return (values, view1(frame, at + 3, np.int16), view1(frame, at + 5, np.int16)), view1(frame, at + 7, np.float32)
+
+
+@njit
+def _put_rows(source, rows, target, count, row):  # type: ignore[no-untyped-def]
+    """Write `count` heads to where `rows` (int64) says they lie in a plane; addresses, `row` bytes a head."""
+    places = borrow(rows, (count,), np.int64)
+    for i in range(count):
+        copy_row(source + i * row, target + places[i] * row, row)
+
+
+@njit
+def _attend(box, layer, step, score, attend, heads, k, v, index_k, pages):  # type: ignore[no-untyped-def]
+    """Attention of a layer's new tokens, which are in their planes."""
+    tokens, dim = step[_TOKENS], layer[_DIM]
+    out, lse = step[_ATTENDED], step[_LSE]
+    floats = view1(layer, _FLOATS, np.float32)
+    scale, index_scale, one, nothing = floats[6], floats[7], np.float32(1), 0
+    index_heads, block = layer[_INDEX_HEADS], layer[_BLOCK]
+    if index_heads == 0:
+        return share(box, dense_items, (attend, heads, k, v, pages, nothing, out, lse, scale, one))
+    index_q = heads + tokens * (layer[_Q_HEADS] + 2 * layer[_KV_HEADS]) * dim * 2
+    failed = share(box, score_items, (score, index_q, index_k, pages, block, index_scale, step[_SCORES]))
+    scores, picks = view3(step, _SCORES, np.float32), view3(step, _PICKS, np.int32)
+    positions = view1(score, 10, np.int32)
+    failed |= share(box, select, (scores, positions, block, layer[_INIT], layer[_LOCAL], picks))
+    return failed | share(
+        box, sparse_items,
+        (attend, heads, k, v, pages, nothing, out, lse, scale, one, step[_PICKS], index_heads, layer[_TOPK], block),
+    )  # fmt: skip
+
+
+@njit
+def _feed_forward(box, up_kind, down_kind, layer, step, x, room):  # type: ignore[no-untyped-def]
+    """x += the layer's MLP, routed or not."""
+    floats = view1(layer, _FLOATS, np.float32)
+    chosen, shares = view2(step, _CHOSEN, np.int64), view2(step, _SHARES, np.float32)
+    inner, shared_inner = view2(step, _INNER, np.float32), view2(step, _SHARED_INNER, np.float32)
+    up, _ = _matrix(layer, _UP, up_kind)
+    low, _ = _matrix(layer, _DOWN, down_kind)
+    shared_up, up_bias = _matrix(layer, _SHARED_UP, up_kind)
+    shared_low, low_bias = _matrix(layer, _SHARED_DOWN, down_kind)
+    gate = (layer[_CLAMPED] != 0, floats[3], floats[4])
+    failed = share(
+        box, gate_up,
+        (x, view1(layer, _MLP_NORM, np.float32), floats[1], view2(layer, _ROUTER, np.float32),
+         view1(layer, _ROUTER_BIAS, np.float32), floats[5], up, shared_up, up_bias, gate, chosen, shares, inner,
+         shared_inner, room, step[_UP_CHUNK]),
+    )  # fmt: skip
+    return failed | share(
+        box, down,
+        (chosen, shares, inner, shared_inner, low, shared_low, low_bias, x, room, step[_DOWN_CHUNK]),
+    )  # fmt: skip
+
+
+@njit(nogil=True, cache=True)
+def launch_layer(  # type: ignore[no-untyped-def]
+    box, qkv_kind, o_kind, up_kind, down_kind, layer, step, score, attend, x, cos, sin, k, v, index_k, pages, rows,
+    index_rows,
+):  # fmt: skip
+    """x fp32 [T, C] += the layer. Frames as above and as `prefill` makes them; the rest are addresses."""
+    tokens, dim, kv_heads = step[_TOKENS], layer[_DIM], layer[_KV_HEADS]
+    stream = borrow(x, (tokens, layer[_WIDTH]), np.float32)
+    half = step[_ROTATED]
+    cosines, sines = borrow(cos, (tokens, half), np.float32), borrow(sin, (tokens, half), np.float32)
+    floats, room = view1(layer, _FLOATS, np.float32), view2(step, _ROOM, np.float32)
+    qkv, bias = _matrix(layer, _QKV, qkv_kind)
+    failed = share(
+        box, project_heads,
+        (stream, view1(layer, _NORM, np.float32), floats[0], qkv[0], qkv[1], qkv[2], bias,
+         view2(layer, _TABLE, np.int64), view1(layer, _NORMS, np.float32), floats[2], cosines, sines,
+         view1(step, _HEADS, np.uint16), room),
+    )  # fmt: skip
+    row, heads = dim * 2, step[_HEADS]
+    keys = heads + tokens * layer[_Q_HEADS] * row
+    values = keys + tokens * kv_heads * row
+    _put_rows(keys, rows, k, tokens * kv_heads, row)
+    _put_rows(values, rows, v, tokens * kv_heads, row)
+    if layer[_INDEX_HEADS]:
+        row = layer[_INDEX_DIM] * 2
+        keys = values + tokens * (kv_heads * dim + layer[_INDEX_HEADS] * layer[_INDEX_DIM]) * 2
+        _put_rows(keys, index_rows, index_k, tokens, row)
+    failed |= _attend(box, layer, step, score, attend, heads, k, v, index_k, pages)
+    o, o_bias = _matrix(layer, _O, o_kind)
+    attended = view2(step, _ATTENDED, np.uint16)
+    failed |= share(
+        box, project,
+        (attended, floats[:0], floats[0], o[0], o[1], o[2], o_bias, stream, True, room, step[_O_CHUNK]),
+    )  # fmt: skip
+    return failed | _feed_forward(box, up_kind, down_kind, layer, step, stream, room)
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """A layer as the kernels take it."""
+
+    frame: Frame
+    kinds: tuple[NDArray[Any], ...]
+    few: int
+    """Rows up to which this way is the faster one."""
+    shape: tuple[Any, ...]
+    """What the memory of a step depends on; layers of one shape share it."""
+    matrices: tuple[Weights, Weights, Weights, Weights]
+    """qkv, o, up, down."""
+    weights: LayerWeights
+
+
+@dataclass(frozen=True)
+class _Step:
+    frame: Frame
+    score: NDArray[np.int64]
+    attend: NDArray[np.int64]
+    kept: tuple[object, ...]
+
+
+class FusedLayers:
+    """Runs layers for a `CpuOps` and a `CpuModelOps` that share a team; not for several threads at once, as they."""
+
+    def __init__(self, ops: CpuOps, model: CpuModelOps) -> None:
+        self._ops, self._model = ops, model
+        self._layers: dict[LayerWeights, _Layer | None] = {}
+
+    def run(self, weights: LayerWeights, x: Tensor, rope: Rope, planes: LayerPlanes, batch: AttentionBatch) -> bool:
+        """x fp32 [T, C] += the layer, K and V written to their planes; False, and nothing done, where it is not taken.
+
+        The planes' rows must have been checked (`SparseKVPool.open_layer`).
+        """
+        layer = self._layers.get(weights)
+        if layer is None:
+            if weights in self._layers:
+                return False
+            layer = self._layers[weights] = self._take(weights)
+            if layer is None:
+                return False
+        k, v, index_k = planes.k, planes.v, planes.index_k
+        if len(x) > layer.few or not planes.plain or not fit_tiles(k, v, *(() if index_k is None else (index_k,))):
+            return False
+        key = ("layer", layer.shape, k.shape, planes.rows.shape)
+        step: _Step = self._ops.planned(batch, key, lambda: self._plan(layer, planes, batch, rope))
+        cos, sin = rope
+        self._ops.team.run(
+            launch_layer, *layer.kinds, layer.frame.values, step.frame.values, step.score, step.attend, x.data_ptr(),
+            cos.data_ptr(), sin.data_ptr(), k.data_ptr(), v.data_ptr(), 0 if index_k is None else index_k.data_ptr(),
+            k.shape[0], planes.rows.data_ptr(), 0 if planes.index_rows is None else planes.index_rows.data_ptr(),
+        )  # fmt: skip
+        return True
+
+    def _take(self, weights: LayerWeights) -> _Layer | None:
+        sparse, groups = weights.sparse, weights.groups
+        routed = weights.mlp if isinstance(weights.mlp, ExpertWeights) else None
+        shared = routed.shared if routed is not None else weights.mlp
+        assert not isinstance(shared, ExpertWeights)
+        gated = routed.routed if routed is not None else shared
+        assert gated is not None
+        pair = shared or gated
+        linears = (weights.qkv, weights.o, gated.gate_up, gated.down, pair.gate_up, pair.down)
+        taken = [self._model.take(linear) for linear in linears]
+        matrices = [matrix for matrix in taken if matrix is not None]
+        wanted = 3 if sparse is None else 5
+        dims = {group.dim for group in groups}
+        if (
+            len(matrices) < len(taken)
+            or len(groups) != wanted
+            or (sparse is not None and sparse.score_type != "max")
+            or not all(prefill.supports(dim) for dim in dims)
+            or weights.qkv.dtype is not torch.bfloat16
+            or weights.o.dtype is not torch.bfloat16
+            or matrices[2].parts[0].dtype != matrices[4].parts[0].dtype
+            or matrices[3].parts[0].dtype != matrices[5].parts[0].dtype
+        ):
+            return None
+        q, k = groups[0], groups[1]
+        heads = self._model.tabulate(weights.qkv, groups)
+        width = weights.qkv.shape[-1]
+        index = (groups[3].heads, groups[3].dim) if sparse is not None else (0, 0)
+        blocks = (0, 0, 0, 0)
+        if sparse is not None:
+            blocks = (sparse.block_size, sparse.init_blocks, sparse.local_blocks, sparse.topk)
+        gate = gated.gate
+        floats = (
+            weights.norm.eps, weights.mlp_norm.eps, heads.eps, gate.alpha, gate.limit,
+            1.0 if routed is None else routed.scaling,
+            float(LOG2E) * q.dim**-0.5, 1.0 if sparse is None else groups[3].dim ** -0.5,
+        )  # fmt: skip
+        router = np.empty((0, width), np.float32) if routed is None else routed.router.numpy()
+        router_bias = np.empty(0, np.float32) if routed is None else routed.router_bias.numpy()
+        frame = Frame(
+            width, q.heads, k.heads, q.dim, *index, *blocks, int(gate.clamped),
+            np.array(floats, np.float32), weights.norm.weight.detach().numpy(), *_entries(matrices[0]),
+            heads.table, heads.norms, *_entries(matrices[1]), weights.mlp_norm.weight.detach().numpy(),
+            router, router_bias, *(entry for matrix in matrices[2:] for entry in _entries(matrix)),
+        )  # fmt: skip
+        kinds = tuple(np.empty(0, matrix.parts[0].dtype) for matrix in matrices[:4])
+        shape = (
+            width, tuple((group.heads, group.dim) for group in groups), blocks,
+            0 if routed is None else routed.topk, gated.down.shape, None if shared is None else shared.down.shape,
+            tuple(matrix.chunk for matrix in matrices),
+        )  # fmt: skip
+        few = min(matrix.few for matrix in matrices)
+        return _Layer(frame, kinds, few, shape, (matrices[0], matrices[1], matrices[2], matrices[3]), weights)
+
+    def _plan(self, layer: _Layer, planes: LayerPlanes, batch: AttentionBatch, rope: Rope) -> _Step:
+        ops, groups, tokens = self._ops, layer.weights.groups, batch.num_tokens
+        arrays = ops.arrays(batch, planes.k).batch
+        q, k = groups[0], groups[1]
+        page_size = planes.k.shape[2]
+        shape = (q.heads, k.heads, q.dim, page_size)
+        sparse = layer.weights.sparse
+        nothing = np.zeros(0, np.int64)
+        score: Any = (nothing, None, 0)
+        if sparse is None:
+            attend = prefill.plan_dense(ops.team, ops.scratch, arrays, *shape)
+        else:
+            index = groups[3]
+            score = prefill.plan_scores(
+                ops.team, ops.scratch, arrays, index.heads, index.dim, page_size, sparse.block_size
+            )
+            attend = prefill.plan_sparse(
+                ops.team, ops.scratch, arrays, *shape, index_heads=index.heads, topk=sparse.topk,
+                block_size=sparse.block_size,
+            )  # fmt: skip
+        frame = self._memory(layer, tokens, rope[0].shape[1], score[2])
+        return _Step(frame, score[0], attend.frame, (score, attend, rope))
+
+    def _memory(self, layer: _Layer, tokens: int, rotated: int, blocks: int) -> Frame:
+        weights, get = layer.weights, self._ops.scratch.get
+        routed = weights.mlp if isinstance(weights.mlp, ExpertWeights) else None
+        shared = routed.shared if routed is not None else weights.mlp
+        assert not isinstance(shared, ExpertWeights)
+        topk = 0 if routed is None else routed.topk
+        gated: GatedWeights | None = routed.routed if routed is not None else shared
+        assert gated is not None
+        _, o, up, low = layer.matrices
+        q, width = weights.groups[0], weights.qkv.shape[-1]
+        index_heads = weights.groups[3].heads if weights.sparse is not None else 0
+        picks = weights.sparse.topk if weights.sparse is not None else 0
+        inner = (tokens * topk, gated.down.shape[-1])
+        shared_inner = (tokens, 0 if shared is None else shared.down.shape[-1])
+        up_chunk = max(ROWS, up.chunk // (2 * ROWS) * ROWS)
+        sums = (math.prod(inner) + math.prod(shared_inner) + 2 * ROWS * (inner[1] + shared_inner[1])) // GROUP
+        room = max(
+            room_size(tokens, width, tokens * max(group.dim for group in weights.groups)),
+            room_size(tokens, q.heads * q.dim, tokens * o.chunk),
+            room_size(tokens, width, 2 * tokens * up_chunk),
+            room_size(0, 0, sums + tokens * low.chunk),
+        )
+        heads = sum(group.heads * group.dim for group in weights.groups)
+        return Frame(
+            tokens, rotated, o.chunk, up_chunk, low.chunk,
+            get("layer heads", (tokens * heads,), np.uint16),
+            get("layer scores", (index_heads, tokens, blocks), np.float32),
+            get("layer picks", (index_heads, tokens, picks), np.int32),
+            get("layer attended", (tokens, q.heads * q.dim), np.uint16),
+            get("layer lse", (tokens, q.heads), np.float32),
+            get("layer chosen", (tokens, topk), np.int64),
+            get("layer shares", (tokens, topk), np.float32),
+            get("layer inner", inner, np.float32),
+            get("layer shared inner", shared_inner, np.float32),
+            get("layer room", (self._ops.team.size, room), np.float32),
+        )  # fmt: skip
+
+
+def _entries(matrix: Weights) -> tuple[NDArray[Any], ...]:
+    return (*matrix.parts, matrix.bias)
