@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 # times slower as soon as anything else runs on the machine.
 if "torch" not in sys.modules:
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    os.environ.setdefault("GOMP_SPINCOUNT", "5000")
 
 __all__ = [
     "LLM",

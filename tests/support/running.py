@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tamis.config import ModelConfig
 from tamis.kernels import AttentionBatch, Ops, ReferenceOps, choose_model_ops
+from tamis.kernels.linear import LayerRunner
 from tamis.kv import KVLayout, PageAllocator, PageTable, SparseKVPool
 from tamis.models.attention import StepContext
 from tamis.models.decoder import CausalLM
@@ -22,6 +23,7 @@ class PoolRun:
     ) -> None:
         self.model, self.ops = model, ops or ReferenceOps()
         self.model_ops = choose_model_ops(self.ops)
+        self.layers: LayerRunner | None = None
         self.layout = KVLayout.from_model(model.config, page_size=page_size, **{"dtype": torch.float32, **layout})
         pages = rows * (-(-tokens // page_size))
         self.pool = SparseKVPool(self.layout, pages)
@@ -45,7 +47,8 @@ class PoolRun:
             torch.tensor(starts, dtype=torch.int32), torch.tensor(positions, dtype=torch.int32),
         )  # fmt: skip
         batch.check(self.layout.page_size, self.pool.num_pages)
-        step = StepContext(self.pool, self.ops, batch, self.pool.check_loc(torch.cat(slots)), self.model_ops)
+        step = StepContext(self.pool, self.ops, batch, self.pool.check_loc(torch.cat(slots)), self.model_ops,
+                           self.layers)  # fmt: skip
         ids = torch.tensor([token for chunk in chunks for token in chunk], dtype=torch.int64)
         logits = self.model(ids, step, torch.arange(len(ids)))
         return list(logits.split([len(chunk) for chunk in chunks]))

@@ -16,6 +16,7 @@ from tamis.kernels.cpu.amx_tiles import (
     LINE,
     ROWS,
     TABLE,
+    chunk_logits,
     copy_row,
     find_ahead,
     find_tiles,
@@ -76,10 +77,10 @@ def open_partly(ops, keys, pages, seq, head, start, count, tables, place, clean)
 
 
 @njit
-def look_ahead(keys, values, pages, head, start, count, tables):  # type: ignore[no-untyped-def]
+def look_ahead(keys, values, pages, head, start, count, spare, tables):  # type: ignore[no-untyped-def]
     """Note where the next chunk lies, so that it is fetched while this one is worked on; count 0: there is none."""
-    find_ahead(keys, pages, head, start, count, tables + 2 * TABLE)
-    find_ahead(values, pages, head, start, count, tables + 3 * TABLE)
+    find_ahead(keys, pages, head, start, count, spare, tables + 2 * TABLE)
+    find_ahead(values, pages, head, start, count, spare, tables + 3 * TABLE)
 
 
 @njit
@@ -102,7 +103,10 @@ def attend_tile(place, queries, limits, peaks, totals, tables, start, seen, low,
 
     limits, peaks and totals are the rows' own, in a row; place[11] receives the factors for what they had summed.
     """
-    tile_logits(queries, tables, seen, row, place[0])
+    if fetch and seen == CHUNK:
+        chunk_logits(queries, tables, row, place[0], tables + 2 * TABLE, place[11])
+    else:
+        tile_logits(queries, tables, seen, row, place[0])
     if low < start + seen - 1:
         hide_tokens(place[0], seen, start, limits)
     soften(place[0], seen, scale, peaks, totals, place[11], place[1], place[2], tables + 2 * TABLE, fetch)
@@ -273,7 +277,7 @@ def dense_items(tickets, frame, q, k, v, pages, sinks, out, lse, scale, v_scale)
             start = chunk * CHUNK
             count = min(CHUNK, end - start)
             stop = min(end, chunks * (part + 1) // parts * CHUNK)
-            look_ahead(keys, values, table, head, start + CHUNK, stop - start - CHUNK, tables)
+            look_ahead(keys, values, table, head, start + CHUNK, stop - start - CHUNK, place[6], tables)
             spoiled = False
             if low >= start + count - 1:
                 open_chunk(keys, values, table, head, start, count, tables, place)

@@ -86,10 +86,10 @@ def _attend_block(ops, seq, head, block, block_size, following, entries, scale, 
     for start in range(block * block_size, end, CHUNK):
         count = min(CHUNK, end - start)
         if start + CHUNK < end:
-            look_ahead(keys, values, pages, head, start + CHUNK, end - start - CHUNK, tables)
+            look_ahead(keys, values, pages, head, start + CHUNK, end - start - CHUNK, place[6], tables)
         else:
             left = ops.seq_lens[seq] - following * block_size if following >= 0 else 0
-            look_ahead(keys, values, pages, head, following * block_size, min(left, block_size), tables)
+            look_ahead(keys, values, pages, head, following * block_size, min(left, block_size), place[6], tables)
         spoiled = False
         if low >= start + count - 1:
             open_chunk(keys, values, pages, head, start, count, tables, place)

@@ -61,10 +61,10 @@ def find_tiles(plane, pages, head, start, count, copies, addresses):  # type: ig
 
 
 @njit
-def find_ahead(plane, pages, head, start, count, addresses):  # type: ignore[no-untyped-def]
+def find_ahead(plane, pages, head, start, count, spare, addresses):  # type: ignore[no-untyped-def]
     """As `find_tiles` for tokens wanted soon; a place of no interest where 16 cross pages or are past `count`."""
     for first in range(0, CHUNK, ROWS):
-        place = addresses
+        place = spare
         if first < count and (start + first) % plane[2] + ROWS <= plane[2]:
             place = _token_address(plane, pages, head, start + first)
         simd.poke(addresses + first // ROWS * 8, place)
@@ -78,7 +78,7 @@ def fetch_lines(addresses, number, step, row):  # type: ignore[no-untyped-def]
     tiles side by side gives it more to fetch at a time than one tile after the other.
     """
     for at in range(number * LINE, ROWS * row, step * LINE):
-        simd.prefetch_each(addresses, at)
+        simd.prefetch_each(addresses + TABLE, at)
 
 
 @njit

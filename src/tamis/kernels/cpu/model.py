@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tamis.kernels.cpu import experts, many, matvec
+from tamis.kernels.cpu import amx_multiply, experts, many, matvec
 from tamis.kernels.cpu.dots import ROWS
 from tamis.kernels.cpu.lowfloat import as_array
 from tamis.kernels.cpu.scratch import Scratch
@@ -226,6 +226,12 @@ class CpuModelOps:
     def _multiply_each(self, x: Tensor, linear: Linear, out: Tensor, expert_rows: Sequence[int] | None) -> None:
         if expert_rows is None:
             self._multiply(x, linear, out)
+            return
+        dense = not linear.weight.format.is_quantised and linear.bias is None
+        if dense and x.dtype is torch.bfloat16 and amx_multiply.supports(*linear.shape[-2:]):
+            amx_multiply.multiply(
+                self.team, self._scratch, x, linear.weight.values, linear.shape[-2], out, list(expert_rows)
+            )
             return
         start = 0
         for expert, rows in enumerate(expert_rows):

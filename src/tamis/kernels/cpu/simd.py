@@ -305,16 +305,31 @@ def _transposed(builder: Any, rows: list[Any]) -> list[Any]:
     return [rows[4 * lane + c] for lane in range(4) for c in (0, 2, 1, 3)]
 
 
+def _prefetch(builder: Any, address: Any) -> None:
+    hints = [ir.Constant(_I32, value) for value in (0, 2, 1)]  # read, second level, data
+    _call(builder, "llvm.prefetch.p0", ir.VoidType(), _pointer(builder, address, ir.IntType(8)), *hints)
+
+
 @intrinsic  # type: ignore[untyped-decorator]
 def prefetch_each(_context: Any, table: Any, offset: Any) -> Any:
-    """Bring the cache lines at `offset` from each of sixteen addresses (int64 at `table`) into the second level."""
+    """Bring the cache lines at `offset` from each of eight addresses (int64 at `table`) into the second level."""
 
     def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        hints = [ir.Constant(_I32, value) for value in (0, 2, 1)]  # read, second level, data
-        for i in range(16):
+        for i in range(8):
             start = _read(builder, builder.add(args[0], ir.Constant(_I64, 8 * i)), _I64)
-            line = _pointer(builder, builder.add(start, args[1]), ir.IntType(8))
-            _call(builder, "llvm.prefetch.p0", ir.VoidType(), line, *hints)
+            _prefetch(builder, builder.add(start, args[1]))
         return _nothing(context)
 
     return types.void(types.intp, types.intp), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def prefetch_run(_context: Any, address: Any) -> Any:
+    """Bring the sixteen cache lines from `address` on into the second level."""
+
+    def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        for i in range(16):
+            _prefetch(builder, builder.add(args[0], ir.Constant(_I64, BYTES * i)))
+        return _nothing(context)
+
+    return types.void(types.intp), generate

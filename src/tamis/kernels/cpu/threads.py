@@ -154,7 +154,7 @@ def _pack(typing: Any, box: Any, kernel: Any, arguments: Any) -> Any:
         values = [context.make_array(box_type)(context, builder, box_value)._getvalue()]
         values += cgutils.unpack_tuple(builder, args[2])
         values = [
-            context.cast(builder, value, kind, wanted)
+            _lend(context, builder, wanted, context.cast(builder, value, kind, wanted))
             for value, kind, wanted in zip(values, (box_type, *arguments.types), call.args, strict=True)
         ]
         frame = ir.LiteralStructType([value.type for value in values])
@@ -168,6 +168,23 @@ def _pack(typing: Any, box: Any, kernel: Any, arguments: Any) -> Any:
         return context.get_dummy_value()
 
     return signature, generate
+
+
+def _lend(context: Any, builder: Any, kind: Any, value: Any) -> Any:
+    """The value with its arrays borrowed: references to them are not counted.
+
+    Counting takes locked instructions on a line that all threads write: a kernel that cuts a row out of an array for
+    every head it works on spent most of its time there. The caller's frame keeps the arrays alive.
+    """
+    if isinstance(kind, types.Array):
+        array = context.make_array(kind)(context, builder, value)
+        array.meminfo = ir.Constant(array.meminfo.type, None)
+        return array._getvalue()
+    if isinstance(kind, types.BaseTuple):
+        for i, part in enumerate(kind.types):
+            lent = _lend(context, builder, part, builder.extract_value(value, i))
+            value = builder.insert_value(value, lent, i)
+    return value
 
 
 def _entry(context: Any, module: Any, kernel: Any, call: Any, frame: Any) -> Any:
