@@ -73,8 +73,7 @@ def make_layer(context: int, page_size: int) -> Layer:
 
 
 def sparse(ops: CpuOps, layer: Layer, q: Tensor, index_q: Tensor, batch: AttentionBatch) -> Tensor:
-    scores = ops.score_blocks(index_q, layer.index_k, batch, SPARSE)
-    picks = ops.select_blocks(scores, batch.positions, SPARSE)
+    picks = ops.pick_blocks(index_q, layer.index_k, batch, SPARSE)
     return ops.sparse_attention(q, layer.k, layer.v, picks, batch, SPARSE.block_size)
 
 

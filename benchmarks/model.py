@@ -12,18 +12,23 @@ import argparse
 import itertools
 import json
 import random
-import resource
 import statistics
 import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from measure import limits, table  # first: it settles how torch's threads wait
 
 import torch
 
-from tamis import LLM, SamplingParams
+from tamis import LLM, LayerKind, ModelConfig, SamplingParams
+from tamis.config import EngineConfig
+from tamis.engine.build import build_engine
+from tamis.kv import SparseKVPool
+from tamis.models import resolve
+from tamis.models.decoder import CausalLM
 
 DECODED = 24
 """Tokens whose distances are timed."""
@@ -44,6 +49,63 @@ def run_tamis(llm: LLM, depth: int) -> dict[str, float]:
         marks.append(time.perf_counter())
     gaps = [after - before for before, after in itertools.pairwise(marks[1:])]
     return {"prefill": marks[1] - marks[0], "decode": statistics.median(gaps)}
+
+
+def memory(name: str) -> int:
+    """Bytes, of what /proc/self/status calls VmRSS (now) or VmHWM (the most so far)."""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
+    return int(line.split()[1]) * 1024
+
+
+def occupied(pool: SparseKVPool) -> int:
+    """Bytes in use with every page of the pool written; what the process takes beyond them is counted from here on."""
+    for layer in pool.layout.local_layers:
+        for plane in pool.get_kv_buffer(layer):
+            plane.zero_()
+    for layer in pool.layout.sparse_layers:
+        pool.get_index_k_buffer(layer).zero_()
+    Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts anew
+    return memory("VmRSS")
+
+
+class LayerTimes:
+    """Seconds that the dense and the sparse layers of a model take, from forward hooks."""
+
+    def __init__(self, model: CausalLM) -> None:
+        self.seconds = {"dense": 0.0, "sparse": 0.0}
+        for layer in model.layers:
+            name = "dense" if layer.attention.kind is LayerKind.DENSE else "sparse"
+            layer.register_forward_pre_hook(lambda *_: self._start())
+            layer.register_forward_hook(lambda *_, name=name: self._stop(name))
+
+    def _start(self) -> None:
+        self._began = time.perf_counter()
+
+    def _stop(self, name: str) -> None:
+        self.seconds[name] += time.perf_counter() - self._began
+
+    def take(self) -> dict[str, float]:
+        """What was spent since the last call."""
+        found, self.seconds = self.seconds, {"dense": 0.0, "sparse": 0.0}
+        return found
+
+
+def bytes_a_token(config: ModelConfig, depth: int) -> int:
+    """What a decode step at this depth must read: the weights of one token, and its context, in bf16."""
+    hidden, dim, moe, sparse = config.hidden_size, config.head_dim, config.moe, config.sparse
+    numbers = config.vocab_size * hidden
+    for layer, kind in enumerate(config.layer_kinds):
+        numbers += hidden * dim * (2 * config.q_heads + 2 * config.kv_heads)
+        seen = depth
+        if sparse is not None and kind is not LayerKind.DENSE:
+            numbers += hidden * sparse.index_head_dim * (sparse.index_heads + 1) + depth * sparse.index_head_dim
+            seen = min(depth, sparse.topk * sparse.block_size)
+        numbers += 2 * seen * config.kv_heads * dim
+        if moe is not None and moe.layers[layer]:
+            numbers += 3 * hidden * (moe.experts_per_token * moe.intermediate_size + moe.shared_intermediate_size)
+        else:
+            numbers += 3 * hidden * config.intermediate_size
+    return 2 * numbers
 
 
 def run_transformers(model: object, depth: int, vocab: int) -> dict[str, float]:
@@ -87,7 +149,7 @@ def check(directory: str, threads: int) -> None:
 
 
 def rounds(llm: LLM, args: argparse.Namespace, depth: int) -> Iterator[tuple[str, dict[str, float]]]:
-    for _ in range(args.rounds if depth <= 16384 else 1):
+    for _ in range(args.samples(depth)):
         yield "tamis", run_tamis(llm, depth)
         if args.llama_bench and depth <= args.peer_depth:
             yield "llama.cpp", run_llama(args.llama_bench, args.gguf, depth, args.threads)
@@ -107,6 +169,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--max-batch-tokens", type=int, default=512)
     args = parser.parse_args()
+    args.samples = lambda depth: args.rounds if depth <= args.peer_depth else 1
     if args.llama_bench and not args.gguf:
         parser.error("--llama-bench needs --gguf")
     torch.set_num_threads(args.threads)
@@ -115,18 +178,28 @@ def main() -> None:
     found, results = limits(), []
     depths = [int(depth) for depth in args.depths.split(",")]
     budget = 2 * (max(depths) + 512) * 20_000
-    with LLM(
-        args.model, dtype="bf16", threads=args.threads, kv_budget=budget, max_batch_tokens=args.max_batch_tokens
-    ) as llm:
+    settings = EngineConfig(
+        dtype="bf16", threads=args.threads, kv_budget=budget, max_batch_tokens=args.max_batch_tokens
+    )
+    engine = build_engine(resolve(args.model), settings, [])
+    layers = LayerTimes(engine.runner.model)
+    with LLM.from_engine(engine) as llm:
         run_tamis(llm, 64)
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        before = occupied(engine.pool)
         for depth in depths:
             samples: dict[str, list[dict[str, float]]] = {}
             for name, sample in rounds(llm, args, depth):
                 samples.setdefault(name, []).append(sample)
-            results.append(summarise(depth, samples))
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-    print(json.dumps({"benchmark": "model", "limits": found, "peak_growth_mib": peak / 1024, "results": results}))
+            result = summarise(depth, samples)
+            result["layers"] = {name: seconds / args.samples(depth) for name, seconds in layers.take().items()}
+            speed = bytes_a_token(llm.config, depth) / result["seconds"]["tamis"]["decode"] / 1e9
+            result["decode_share_of_read"] = speed / found["read_gb_s"]
+            print(f"decode reads {speed:.1f} GB/s of what it must, {speed / found['read_gb_s']:.0%} of the bandwidth")
+            spent = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in result["layers"].items())
+            print(f"prefill and {DECODED} tokens: layers {spent}")
+            results.append(result)
+        peak = memory("VmHWM") - before
+    print(json.dumps({"benchmark": "model", "limits": found, "peak_growth_mib": peak / 2**20, "results": results}))
 
 
 def load_transformers(path: str) -> object:
@@ -135,7 +208,7 @@ def load_transformers(path: str) -> object:
     return MiniMaxM3VLForCausalLM.from_pretrained(path, dtype=torch.bfloat16, attn_implementation="sdpa").eval()
 
 
-def summarise(depth: int, samples: dict[str, list[dict[str, float]]]) -> dict[str, object]:
+def summarise(depth: int, samples: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
     medians = {
         name: {kind: statistics.median(sample[kind] for sample in found) for kind in ("prefill", "decode")}
         for name, found in samples.items()

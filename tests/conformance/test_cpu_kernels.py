@@ -57,7 +57,10 @@ def test_every_op_equals_the_reference(ops: CpuOps, heads: Heads, page_size: int
     for score_type in ("max", "lse"):
         sparse = settings(heads, score_type)
         wanted_scores = reference.score_blocks(case.index_q, case.index_k, case.batch, sparse, 0.5)
-        close(ops.score_blocks(case.index_q, case.index_k, case.batch, sparse, 0.5), wanted_scores, dtype)
+        scores = ops.score_blocks(case.index_q, case.index_k, case.batch, sparse, 0.5)
+        close(scores, wanted_scores, dtype)
+        own = ops.select_blocks(scores, case.batch.positions, sparse)
+        assert torch.equal(ops.pick_blocks(case.index_q, case.index_k, case.batch, sparse, 0.5), own)
     picks = reference.select_blocks(wanted_scores, case.batch.positions, sparse)
     assert torch.equal(ops.select_blocks(wanted_scores, case.batch.positions, sparse), picks)
     for sink in (None, sinks):

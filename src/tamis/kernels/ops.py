@@ -119,6 +119,12 @@ class Ops(Protocol):
         (unless forced), never one past the query's own; a position below 0 picks nothing.
         """
 
+    def pick_blocks(
+        self, index_q: Tensor, index_k: Tensor, batch: AttentionBatch, sparse: SparseAttentionConfig,
+        k_scale: float = 1.0,
+    ) -> Tensor:  # fmt: skip
+        """`select_blocks` of `score_blocks`: int32 [Hi, T, topk]; the scores are not kept."""
+
     @overload
     def sparse_attention(
         self, q: Tensor, k: Tensor, v: Tensor, picks: Tensor, batch: AttentionBatch, block_size: int,

@@ -101,6 +101,14 @@ class ReferenceOps:
         padded[..., :width] = picks[..., :width]
         return padded
 
+    def pick_blocks(
+        self, index_q: Tensor, index_k: Tensor, batch: AttentionBatch, sparse: SparseAttentionConfig,
+        k_scale: float = 1.0,
+    ) -> Tensor:  # fmt: skip
+        """See `Ops.pick_blocks`."""
+        scores = self.score_blocks(index_q, index_k, batch, sparse, k_scale)
+        return self.select_blocks(scores, batch.positions, sparse)
+
     @overload
     def sparse_attention(
         self, q: Tensor, k: Tensor, v: Tensor, picks: Tensor, batch: AttentionBatch, block_size: int,

@@ -95,8 +95,7 @@ class Attention(nn.Module):
         pool, ops, scales = step.pool, step.ops, step.pool.layout.layer_scales(self.layer_id)
         pool.set_fused_kv_index_buffer(self.layer_id, step.slots, k, v, index_k, *index_v)
         index_keys = pool.get_index_k_buffer(self.layer_id)
-        scores = ops.score_blocks(index_q, index_keys, step.batch, sparse, k_scale=scales.index_k)
-        picks = ops.select_blocks(scores, step.batch.positions, sparse)
+        picks = ops.pick_blocks(index_q, index_keys, step.batch, sparse, k_scale=scales.index_k)
         picks = pool.make_resident(self.layer_id, picks)
         keys, values = pool.get_kv_buffer(self.layer_id)
         return ops.sparse_attention(

@@ -27,6 +27,7 @@ from tamis.kernels.cpu.amx_tiles import (
     touch_tiles,
 )
 from tamis.kernels.cpu.frames import borrow, view1, view2, view3
+from tamis.kernels.cpu.score import select
 from tamis.kernels.cpu.threads import share, take_ticket
 
 GROUP = 16
@@ -172,6 +173,18 @@ def score_items(tickets, frame, index_q, index_k, pages, block_size, scale, out)
 def launch_score_items(box, *args):  # type: ignore[no-untyped-def]
     """Run `score_items` on a team."""
     return share(box, score_items, args)
+
+
+@njit(nogil=True, cache=True)
+def launch_pick_blocks(  # type: ignore[no-untyped-def]
+    box, frame, index_q, index_k, pages, block_size, scale, out, init_blocks, local_blocks, picked, topk
+):
+    """`score_items`, then `select` into int32 [Hi, T, topk] at `picked`."""
+    failed = share(box, score_items, (frame, index_q, index_k, pages, block_size, scale, out))
+    scores = borrow(out, (frame[1], frame[0], frame[4]), np.float32)
+    picks = borrow(picked, (frame[1], frame[0], topk), np.int32)
+    positions = view1(frame, 10, np.int32)
+    return failed | share(box, select, (scores, positions, block_size, init_blocks, local_blocks, picks))
 
 
 @njit

@@ -114,6 +114,23 @@ class CpuOps:
         )  # fmt: skip
         return picks
 
+    def pick_blocks(
+        self, index_q: Tensor, index_k: Tensor, batch: AttentionBatch, sparse: SparseAttentionConfig,
+        k_scale: float = 1.0,
+    ) -> Tensor:  # fmt: skip
+        """See `Ops.pick_blocks`."""
+        if sparse.score_type != "max" or not (_queries_fit(index_q) and fit_tiles(index_k)):
+            scores = self.score_blocks(index_q, index_k, batch, sparse, k_scale)
+            return self.select_blocks(scores, batch.positions, sparse)
+        tokens, heads, _ = index_q.shape
+        score_plan = self._score_plan(index_q, index_k, batch, sparse)
+        scores = torch.from_numpy(self.scratch.get("block scores", (heads, tokens, score_plan.blocks), np.float32))
+        picks = torch.empty((heads, tokens, sparse.topk), dtype=torch.int32)
+        prefill.pick_blocks(
+            self.team, score_plan, index_q.contiguous(), index_k, sparse, scores, picks, k_scale=k_scale
+        )
+        return picks
+
     @overload
     def sparse_attention(
         self, q: Tensor, k: Tensor, v: Tensor, picks: Tensor, batch: AttentionBatch, block_size: int,
@@ -219,18 +236,24 @@ class CpuOps:
     def _score_tiles(
         self, index_q: Tensor, index_k: Tensor, batch: AttentionBatch, sparse: SparseAttentionConfig, k_scale: float
     ) -> Tensor:
-        def make() -> prefill.ScorePlan:
-            check_attention(index_q, index_k, index_k, batch, kv_heads=1)
-            arrays = self.arrays(batch, index_k)
-            page_size, size = index_k.shape[2], sparse.block_size
-            return prefill.plan_scores(self.team, self.scratch, arrays.batch, heads, dim, page_size, size)
-
-        tokens, heads, dim = index_q.shape
-        plan = self.planned(batch, ("scores", index_q.shape, index_k.shape, sparse.block_size), make)
-        scores = torch.empty((heads, tokens, plan.blocks))
+        plan = self._score_plan(index_q, index_k, batch, sparse)
+        scores = torch.empty((index_q.shape[1], index_q.shape[0], plan.blocks))
         queries = index_q.contiguous()
         prefill.score_blocks(self.team, plan, queries, index_k, sparse.block_size, scores, k_scale=k_scale)
         return scores
+
+    def _score_plan(
+        self, index_q: Tensor, index_k: Tensor, batch: AttentionBatch, sparse: SparseAttentionConfig
+    ) -> prefill.ScorePlan:
+        def make() -> prefill.ScorePlan:
+            check_attention(index_q, index_k, index_k, batch, kv_heads=1)
+            arrays = self.arrays(batch, index_k)
+            heads, dim = index_q.shape[1:]
+            page_size, size = index_k.shape[2], sparse.block_size
+            return prefill.plan_scores(self.team, self.scratch, arrays.batch, heads, dim, page_size, size)
+
+        plan: prefill.ScorePlan = self.planned(batch, ("scores", index_q.shape, index_k.shape, sparse.block_size), make)
+        return plan
 
     def _sparse_tiles(
         self, q: Tensor, k: Tensor, v: Tensor, picks: Tensor, batch: AttentionBatch, block_size: int,

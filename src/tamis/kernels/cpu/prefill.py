@@ -10,10 +10,11 @@ import numpy as np
 from numba import njit
 from torch import Tensor
 
+from tamis.config import SparseAttentionConfig
 from tamis.kernels.cpu import amx
 from tamis.kernels.cpu.amx_attention import LOG2E, launch_dense_items
 from tamis.kernels.cpu.amx_room import Array, room_bytes
-from tamis.kernels.cpu.amx_score import launch_score_items, score_room_bytes
+from tamis.kernels.cpu.amx_score import launch_pick_blocks, launch_score_items, score_room_bytes
 from tamis.kernels.cpu.amx_sparse import launch_sparse_items
 from tamis.kernels.cpu.amx_tiles import CHUNK, LINE, ROWS
 from tamis.kernels.cpu.frames import Frame
@@ -132,6 +133,18 @@ def score_blocks(
     team.run(
         launch_score_items, plan.frame, index_q.data_ptr(), index_k.data_ptr(), index_k.shape[0], block_size, scale,
         scores.data_ptr(),
+    )  # fmt: skip
+
+
+def pick_blocks(
+    team: ThreadTeam, plan: ScorePlan, index_q: Tensor, index_k: Tensor, sparse: SparseAttentionConfig, scores: Tensor,
+    picks: Tensor, *, k_scale: float = 1.0,
+) -> None:  # fmt: skip
+    """`Ops.pick_blocks` of score type "max" into picks int32 [Hi, T, topk], by way of scores float32 [Hi, T, NB]."""
+    scale = np.float32(k_scale * index_q.shape[2] ** -0.5)
+    team.run(
+        launch_pick_blocks, plan.frame, index_q.data_ptr(), index_k.data_ptr(), index_k.shape[0], sparse.block_size,
+        scale, scores.data_ptr(), sparse.init_blocks, sparse.local_blocks, picks.data_ptr(), sparse.topk,
     )  # fmt: skip
 
 
