@@ -73,8 +73,7 @@ def make_layer(context: int, page_size: int) -> Layer:
 
 
 def sparse(ops: CpuOps, layer: Layer, q: Tensor, index_q: Tensor, batch: AttentionBatch) -> Tensor:
-    picks = ops.pick_blocks(index_q, layer.index_k, batch, SPARSE)
-    return ops.sparse_attention(q, layer.k, layer.v, picks, batch, SPARSE.block_size)
+    return ops.picked_attention(q, layer.k, layer.v, index_q, layer.index_k, batch, SPARSE)
 
 
 def sdpa_decode(layer: Layer, q: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ greedy continuation is checked against the reference kernels before anything is 
 import argparse
 import itertools
 import json
+import math
 import random
 import statistics
 import subprocess
@@ -126,14 +127,19 @@ def run_transformers(model: object, depth: int, vocab: int) -> dict[str, float]:
     return {"prefill": prefill, "decode": statistics.median(gaps)}
 
 
-def run_llama(binary: Path, gguf: Path, depth: int, threads: int) -> dict[str, float]:
-    """llama-bench: a prompt of `depth`, and generation at that depth."""
-    command = [str(binary), "-m", str(gguf), "-t", str(threads), "-fa", "1", "-o", "json", "-r", "1",
-               "-p", str(max(depth, 1)), "-n", "0"]  # fmt: skip
-    (pp,) = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-    command[-4:] = ["-p", "0", "-n", str(DECODED), "-d", str(depth)]
-    (tg,) = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-    return {"prefill": max(depth, 1) / pp["avg_ts"], "decode": 1 / tg["avg_ts"]}
+def run_llama(args: argparse.Namespace, depth: int) -> dict[str, float]:
+    """llama-bench: a prompt of `depth` (NaN beyond the depth up to which that is timed), and generation there."""
+
+    def speed(*options: str) -> float:
+        command = [str(args.llama_bench), "-m", str(args.gguf), "-t", str(args.threads), "-fa", "1", "-o", "json",
+                   "-r", "1", *options]  # fmt: skip
+        (found,) = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+        return float(found["avg_ts"])
+
+    prefill = math.nan
+    if depth <= args.llama_prefill:
+        prefill = max(depth, 1) / speed("-p", str(max(depth, 1)), "-n", "0")
+    return {"prefill": prefill, "decode": 1 / speed("-p", "0", "-n", str(DECODED), "-d", str(depth))}
 
 
 def check(directory: str, threads: int) -> None:
@@ -152,7 +158,7 @@ def rounds(llm: LLM, args: argparse.Namespace, depth: int) -> Iterator[tuple[str
     for _ in range(args.samples(depth)):
         yield "tamis", run_tamis(llm, depth)
         if args.llama_bench and depth <= args.peer_depth:
-            yield "llama.cpp", run_llama(args.llama_bench, args.gguf, depth, args.threads)
+            yield "llama.cpp", run_llama(args, depth)
         if args.peer is not None and depth <= args.peer_depth:
             yield "transformers", run_transformers(args.peer, depth, llm.config.vocab_size)
 
@@ -164,6 +170,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--peer-depth", type=int, default=16384, help="peers are not run beyond this depth")
     parser.add_argument("--llama-bench", type=Path)
+    parser.add_argument("--llama-prefill", type=int, default=8192, help="llama.cpp's prefill is timed up to this depth")
     parser.add_argument("--gguf", type=Path, help="the same model for llama.cpp")
     parser.add_argument("--no-transformers", action="store_true")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())

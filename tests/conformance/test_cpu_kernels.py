@@ -61,6 +61,11 @@ def test_every_op_equals_the_reference(ops: CpuOps, heads: Heads, page_size: int
         close(scores, wanted_scores, dtype)
         own = ops.select_blocks(scores, case.batch.positions, sparse)
         assert torch.equal(ops.pick_blocks(case.index_q, case.index_k, case.batch, sparse, 0.5), own)
+        operands = (case.q, case.k, case.v)
+        picked = ops.picked_attention(
+            *operands, case.index_q, case.index_k, case.batch, sparse, index_scale=0.5, v_scale=2.0
+        )
+        assert torch.equal(picked, ops.sparse_attention(*operands, own, case.batch, sparse.block_size, v_scale=2.0))
     picks = reference.select_blocks(wanted_scores, case.batch.positions, sparse)
     assert torch.equal(ops.select_blocks(wanted_scores, case.batch.positions, sparse), picks)
     for sink in (None, sinks):

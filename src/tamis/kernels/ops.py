@@ -149,6 +149,12 @@ class Ops(Protocol):
         logits, sink included, fp32 [T, Hq] (-inf where nothing is visible and there is no sink).
         """
 
+    def picked_attention(
+        self, q: Tensor, k: Tensor, v: Tensor, index_q: Tensor, index_k: Tensor, batch: AttentionBatch,
+        sparse: SparseAttentionConfig, *, index_scale: float = 1.0, k_scale: float = 1.0, v_scale: float = 1.0,
+    ) -> Tensor:  # fmt: skip
+        """`sparse_attention` to the blocks that `pick_blocks` picks: [T, Hq, D] in q's dtype."""
+
     @overload
     def dense_attention(
         self, q: Tensor, k: Tensor, v: Tensor, batch: AttentionBatch,

@@ -131,6 +131,14 @@ class ReferenceOps:
         out, lse = _attention(q, k, v, batch, _Selection(picks, block_size), sinks, k_scale, v_scale)
         return (out, lse) if return_lse else out
 
+    def picked_attention(
+        self, q: Tensor, k: Tensor, v: Tensor, index_q: Tensor, index_k: Tensor, batch: AttentionBatch,
+        sparse: SparseAttentionConfig, *, index_scale: float = 1.0, k_scale: float = 1.0, v_scale: float = 1.0,
+    ) -> Tensor:  # fmt: skip
+        """See `Ops.picked_attention`."""
+        picks = self.pick_blocks(index_q, index_k, batch, sparse, index_scale)
+        return self.sparse_attention(q, k, v, picks, batch, sparse.block_size, k_scale=k_scale, v_scale=v_scale)
+
     @overload
     def dense_attention(
         self, q: Tensor, k: Tensor, v: Tensor, batch: AttentionBatch,

@@ -98,6 +98,11 @@ class SparseKVPool:
         self._wait(layer_id, INDEX)
         return self._view(layer_id, "index_k"), self._view(layer_id, "index_v")
 
+    @property
+    def all_resident(self) -> bool:
+        """Whether all main K and V live in this pool, so that picks need not pass through `make_resident`."""
+        return True
+
     def make_resident(self, layer_id: int, picks: Tensor) -> Tensor:
         """Have the picked blocks' main K and V of a sparse layer in this pool; the picks under which they are found.
 

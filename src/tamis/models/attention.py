@@ -95,6 +95,12 @@ class Attention(nn.Module):
         pool, ops, scales = step.pool, step.ops, step.pool.layout.layer_scales(self.layer_id)
         pool.set_fused_kv_index_buffer(self.layer_id, step.slots, k, v, index_k, *index_v)
         index_keys = pool.get_index_k_buffer(self.layer_id)
+        if pool.all_resident:
+            keys, values = pool.get_kv_buffer(self.layer_id)
+            return ops.picked_attention(
+                q, keys, values, index_q, index_keys, step.batch, sparse, index_scale=scales.index_k,
+                k_scale=scales.k, v_scale=scales.v,
+            )  # fmt: skip
         picks = ops.pick_blocks(index_q, index_keys, step.batch, sparse, k_scale=scales.index_k)
         picks = pool.make_resident(self.layer_id, picks)
         keys, values = pool.get_kv_buffer(self.layer_id)

@@ -175,16 +175,22 @@ def launch_score_items(box, *args):  # type: ignore[no-untyped-def]
     return share(box, score_items, args)
 
 
-@njit(nogil=True, cache=True)
-def launch_pick_blocks(  # type: ignore[no-untyped-def]
+@njit
+def pick_blocks(  # type: ignore[no-untyped-def]
     box, frame, index_q, index_k, pages, block_size, scale, out, init_blocks, local_blocks, picked, topk
 ):
-    """`score_items`, then `select` into int32 [Hi, T, topk] at `picked`."""
+    """`score_items`, then `select` into int32 [Hi, T, topk] at `picked`, on a team."""
     failed = share(box, score_items, (frame, index_q, index_k, pages, block_size, scale, out))
     scores = borrow(out, (frame[1], frame[0], frame[4]), np.float32)
     picks = borrow(picked, (frame[1], frame[0], topk), np.int32)
     positions = view1(frame, 10, np.int32)
     return failed | share(box, select, (scores, positions, block_size, init_blocks, local_blocks, picks))
+
+
+@njit(nogil=True, cache=True)
+def launch_pick_blocks(box, *args):  # type: ignore[no-untyped-def]
+    """Run `pick_blocks`."""
+    return pick_blocks(box, *args)
 
 
 @njit

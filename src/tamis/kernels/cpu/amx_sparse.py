@@ -21,6 +21,7 @@ from tamis.kernels.cpu.amx_attention import (
     spoil_rows,
 )
 from tamis.kernels.cpu.amx_room import open_operands, open_room, open_work, room_places, slot_of, state_places
+from tamis.kernels.cpu.amx_score import pick_blocks
 from tamis.kernels.cpu.amx_tiles import CHUNK, ROWS, pack_queries, plane_place
 from tamis.kernels.cpu.frames import borrow
 from tamis.kernels.cpu.threads import share, take_ticket
@@ -169,3 +170,25 @@ def sparse_items(  # type: ignore[no-untyped-def]
 def launch_sparse_items(box, *args):  # type: ignore[no-untyped-def]
     """Run `sparse_items` on a team."""
     return share(box, sparse_items, args)
+
+
+@njit
+def pick_and_attend(  # type: ignore[no-untyped-def]
+    box, scoring, frame, index_q, index_k, index_pages, index_scale, scores, picks, heads, topk, block_size,
+    init_blocks, local_blocks, q, k, v, pages, sinks, out, lse, scale, v_scale,
+):  # fmt: skip
+    """`pick_blocks`, then `sparse_items`, on a team; all tensors by address."""
+    failed = pick_blocks(
+        box, scoring, index_q, index_k, index_pages, block_size, index_scale, scores, init_blocks, local_blocks, picks,
+        topk,
+    )  # fmt: skip
+    return failed | share(
+        box, sparse_items,
+        (frame, q, k, v, pages, sinks, out, lse, scale, v_scale, picks, heads, topk, block_size),
+    )  # fmt: skip
+
+
+@njit(nogil=True, cache=True)
+def launch_picked(box, *args):  # type: ignore[no-untyped-def]
+    """Run `pick_and_attend`."""
+    return pick_and_attend(box, *args)

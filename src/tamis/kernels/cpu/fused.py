@@ -21,16 +21,14 @@ from torch import Tensor
 
 from tamis.kernels.cpu import prefill
 from tamis.kernels.cpu.amx_attention import LOG2E, dense_items
-from tamis.kernels.cpu.amx_score import score_items
-from tamis.kernels.cpu.amx_sparse import sparse_items
+from tamis.kernels.cpu.amx_sparse import pick_and_attend
 from tamis.kernels.cpu.amx_tiles import copy_row
 from tamis.kernels.cpu.dots import ROWS
 from tamis.kernels.cpu.experts import down, gate_up
-from tamis.kernels.cpu.frames import Frame, borrow, view1, view2, view3
+from tamis.kernels.cpu.frames import Frame, borrow, view1, view2
 from tamis.kernels.cpu.matvec import project, project_heads, room_size
 from tamis.kernels.cpu.model import CpuModelOps, Weights
 from tamis.kernels.cpu.ops import CpuOps, fit_tiles
-from tamis.kernels.cpu.score import select
 from tamis.kernels.cpu.threads import share
 from tamis.kernels.linear import ExpertWeights, GatedWeights, LayerWeights, Rope
 from tamis.kernels.ops import AttentionBatch, LayerPlanes
@@ -83,13 +81,9 @@ def _attend(box, layer, step, score, attend, heads, k, v, index_k, pages):  # ty
     if index_heads == 0:
         return share(box, dense_items, (attend, heads, k, v, pages, nothing, out, lse, scale, one))
     index_q = heads + tokens * (layer[_Q_HEADS] + 2 * layer[_KV_HEADS]) * dim * 2
-    failed = share(box, score_items, (score, index_q, index_k, pages, block, index_scale, step[_SCORES]))
-    scores, picks = view3(step, _SCORES, np.float32), view3(step, _PICKS, np.int32)
-    positions = view1(score, 10, np.int32)
-    failed |= share(box, select, (scores, positions, block, layer[_INIT], layer[_LOCAL], picks))
-    return failed | share(
-        box, sparse_items,
-        (attend, heads, k, v, pages, nothing, out, lse, scale, one, step[_PICKS], index_heads, layer[_TOPK], block),
+    return pick_and_attend(
+        box, score, attend, index_q, index_k, pages, index_scale, step[_SCORES], step[_PICKS], index_heads,
+        layer[_TOPK], block, layer[_INIT], layer[_LOCAL], heads, k, v, pages, nothing, out, lse, scale, one,
     )  # fmt: skip
 
 

@@ -8,7 +8,7 @@ from typing import Any, Literal, overload
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 from torch import Tensor
 
 from tamis.config import SparseAttentionConfig
@@ -124,7 +124,7 @@ class CpuOps:
             return self.select_blocks(scores, batch.positions, sparse)
         tokens, heads, _ = index_q.shape
         score_plan = self._score_plan(index_q, index_k, batch, sparse)
-        scores = torch.from_numpy(self.scratch.get("block scores", (heads, tokens, score_plan.blocks), np.float32))
+        scores = self._scratch_tensor("block scores", (heads, tokens, score_plan.blocks), np.float32)
         picks = torch.empty((heads, tokens, sparse.topk), dtype=torch.int32)
         prefill.pick_blocks(
             self.team, score_plan, index_q.contiguous(), index_k, sparse, scores, picks, k_scale=k_scale
@@ -169,6 +169,28 @@ class CpuOps:
             np.float32(LOG2E * q.shape[2] ** -0.5), np.float32(k_scale), np.float32(v_scale), sums, tops, masses,
         )  # fmt: skip
         return self._finish(q, arrays, parts, sums, tops, masses, sinks, return_lse)
+
+    def picked_attention(
+        self, q: Tensor, k: Tensor, v: Tensor, index_q: Tensor, index_k: Tensor, batch: AttentionBatch,
+        sparse: SparseAttentionConfig, *, index_scale: float = 1.0, k_scale: float = 1.0, v_scale: float = 1.0,
+    ) -> Tensor:  # fmt: skip
+        """See `Ops.picked_attention`."""
+        fit = _queries_fit(q) and _queries_fit(index_q) and fit_tiles(k, v, index_k)
+        if not fit or sparse.score_type != "max":
+            picks = self.pick_blocks(index_q, index_k, batch, sparse, index_scale)
+            return self.sparse_attention(q, k, v, picks, batch, sparse.block_size, k_scale=k_scale, v_scale=v_scale)
+        score_plan = self._score_plan(index_q, index_k, batch, sparse)
+        heads, tokens = index_q.shape[1], index_q.shape[0]
+        scores = self._scratch_tensor("block scores", (heads, tokens, score_plan.blocks), np.float32)
+        picks = self._scratch_tensor("block picks", (heads, tokens, sparse.topk), np.int32)
+        plan = self._sparse_plan(q, k, v, picks, batch, sparse.block_size, None)
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        lse = self._scratch_tensor("log-sum-exps", (tokens, q.shape[1]), np.float32)
+        prefill.picked(
+            self.team, score_plan, plan, q.contiguous(), k, v, index_q.contiguous(), index_k, sparse, scores, picks,
+            out, lse, index_scale=index_scale, k_scale=k_scale, v_scale=v_scale,
+        )  # fmt: skip
+        return out
 
     @overload
     def dense_attention(
@@ -259,6 +281,18 @@ class CpuOps:
         self, q: Tensor, k: Tensor, v: Tensor, picks: Tensor, batch: AttentionBatch, block_size: int,
         sinks: Tensor | None, k_scale: float, v_scale: float,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        plan = self._sparse_plan(q, k, v, picks, batch, block_size, sinks)
+        out, lse = torch.empty_like(q, memory_format=torch.contiguous_format), torch.empty(q.shape[:2])
+        prefill.sparse(
+            self.team, plan, q.contiguous(), k, v, picks.int().contiguous(), block_size, out, lse, sinks=_logits(sinks),
+            k_scale=k_scale, v_scale=v_scale,
+        )  # fmt: skip
+        return out, lse
+
+    def _sparse_plan(
+        self, q: Tensor, k: Tensor, v: Tensor, picks: Tensor, batch: AttentionBatch, block_size: int,
+        sinks: Tensor | None,
+    ) -> prefill.AttentionPlan:  # fmt: skip
         def make() -> prefill.AttentionPlan:
             check_attention(q, k, v, batch, sinks)
             check_picks(picks, q, k, block_size)
@@ -269,13 +303,11 @@ class CpuOps:
             )  # fmt: skip
 
         shapes = q.shape, k.shape, v.shape, picks.shape, picks.dtype, None if sinks is None else sinks.shape
-        plan = self.planned(batch, ("sparse", block_size, *shapes), make)
-        out, lse = torch.empty_like(q, memory_format=torch.contiguous_format), torch.empty(q.shape[:2])
-        prefill.sparse(
-            self.team, plan, q.contiguous(), k, v, picks.int().contiguous(), block_size, out, lse, sinks=_logits(sinks),
-            k_scale=k_scale, v_scale=v_scale,
-        )  # fmt: skip
-        return out, lse
+        plan: prefill.AttentionPlan = self.planned(batch, ("sparse", block_size, *shapes), make)
+        return plan
+
+    def _scratch_tensor(self, name: str, shape: tuple[int, ...], dtype: DTypeLike) -> Tensor:
+        return torch.from_numpy(self.scratch.get(name, shape, dtype))
 
     def _dense_tiles(
         self, q: Tensor, k: Tensor, v: Tensor, batch: AttentionBatch, sinks: Tensor | None, k_scale: float,

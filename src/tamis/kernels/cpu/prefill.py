@@ -15,7 +15,7 @@ from tamis.kernels.cpu import amx
 from tamis.kernels.cpu.amx_attention import LOG2E, launch_dense_items
 from tamis.kernels.cpu.amx_room import Array, room_bytes
 from tamis.kernels.cpu.amx_score import launch_pick_blocks, launch_score_items, score_room_bytes
-from tamis.kernels.cpu.amx_sparse import launch_sparse_items
+from tamis.kernels.cpu.amx_sparse import launch_picked, launch_sparse_items
 from tamis.kernels.cpu.amx_tiles import CHUNK, LINE, ROWS
 from tamis.kernels.cpu.frames import Frame
 from tamis.kernels.cpu.scratch import Scratch
@@ -145,6 +145,20 @@ def pick_blocks(
     team.run(
         launch_pick_blocks, plan.frame, index_q.data_ptr(), index_k.data_ptr(), index_k.shape[0], sparse.block_size,
         scale, scores.data_ptr(), sparse.init_blocks, sparse.local_blocks, picks.data_ptr(), sparse.topk,
+    )  # fmt: skip
+
+
+def picked(
+    team: ThreadTeam, score_plan: ScorePlan, plan: AttentionPlan, q: Tensor, k: Tensor, v: Tensor, index_q: Tensor,
+    index_k: Tensor, sparse: SparseAttentionConfig, scores: Tensor, picks: Tensor, out: Tensor, lse: Tensor,
+    *, index_scale: float = 1.0, k_scale: float = 1.0, v_scale: float = 1.0,
+) -> None:  # fmt: skip
+    """`Ops.picked_attention` of score type "max" into out bf16 [T, Hq, D]; the rest as `pick_blocks` and `sparse`."""
+    scale = np.float32(index_scale * index_q.shape[2] ** -0.5)
+    team.run(
+        launch_picked, score_plan.frame, plan.frame, index_q.data_ptr(), index_k.data_ptr(), index_k.shape[0], scale,
+        scores.data_ptr(), picks.data_ptr(), index_q.shape[1], sparse.topk, sparse.block_size, sparse.init_blocks,
+        sparse.local_blocks, *_operands(q, k, v, None, out, lse), *_scales(q, k_scale, v_scale),
     )  # fmt: skip
 
 
