@@ -1,7 +1,8 @@
 """Layers that run in one call give bit for bit what the same kernels give one by one, in logits and in every plane."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,8 +14,9 @@ from tamis.kernels import LayerPlanes, choose_layers, choose_model_ops, choose_o
 from tamis.kernels.cpu import amx
 from tamis.kernels.cpu.fused import FusedLayers
 from tamis.kernels.cpu.ops import CpuOps
+from tamis.kernels.linear import LayerWeights
 from tamis.models import load_config
-from tamis.models.decoder import CausalLM
+from tamis.models.decoder import CausalLM, DecoderLayer
 from tamis.models.hub import ModelSource
 from tamis.models.loader import load_model
 
@@ -35,8 +37,8 @@ class Counting:
     def __init__(self, layers: FusedLayers) -> None:
         self.layers, self.taken, self.left = layers, 0, 0
 
-    def run(self, *args: object) -> bool:
-        taken = self.layers.run(*args)  # type: ignore[arg-type]
+    def run(self, weights: Sequence[LayerWeights], *args: Any) -> int:
+        taken = self.layers.run(weights, *args)
         self.taken, self.left = self.taken + taken, self.left + (not taken)
         return taken
 
@@ -98,7 +100,8 @@ def test_what_does_not_fit_is_left_alone(tmp_path: Path, ops: CpuOps) -> None:
     scaled = LayerPlanes(planes.k.bfloat16(), planes.v.bfloat16(), None, planes.rows, planes.index_rows, plain=False)
     x = torch.zeros(1, 64)
     layer = model.layers[0]
-    assert not layers.run(layer.weights, x, (torch.zeros(1, 8),) * 2, scaled, None)  # type: ignore[arg-type]
+    assert isinstance(layer, DecoderLayer)
+    assert not layers.run([layer.weights], x, (torch.zeros(1, 8),) * 2, lambda _: scaled, None)  # type: ignore[arg-type]
 
 
 def test_reference_backends_run_no_whole_layers() -> None:

@@ -7,7 +7,7 @@ Shapes: T tokens, C hidden size, I intermediate size, E experts. The residual st
 in place; what goes into and comes out of a projection is in the model's dtype, sums are fp32.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -154,8 +154,12 @@ class ModelOps(Protocol):
 class LayerRunner(Protocol):
     """Runs whole decoder layers in a piece, where it can."""
 
-    def run(self, weights: LayerWeights, x: Tensor, rope: Rope, planes: LayerPlanes, batch: AttentionBatch) -> bool:
-        """x fp32 [T, C] += the layer, K and V written to their planes; False, and nothing done, where it is not taken.
+    def run(
+        self, weights: Sequence[LayerWeights], x: Tensor, rope: Rope, open_layer: Callable[[int], LayerPlanes],
+        batch: AttentionBatch,
+    ) -> int:  # fmt: skip
+        """x fp32 [T, C] += the first so many of these layers, K and V written to their planes; how many were taken.
 
-        Results are those of `ModelOps` and `Ops` called one by one.
+        `open_layer(i)` gives the planes of the i-th (`SparseKVPool.open_layer`), asked for only where the layer may be
+        taken. Results are those of `ModelOps` and `Ops` called one by one.
         """

@@ -99,6 +99,11 @@ class SparseKVPool:
         return self._view(layer_id, "index_k"), self._view(layer_id, "index_v")
 
     @property
+    def is_loading(self) -> bool:
+        """Whether a read may have to wait for a load."""
+        return self._counter is not None and self._counter.is_consuming
+
+    @property
     def all_resident(self) -> bool:
         """Whether all main K and V live in this pool, so that picks need not pass through `make_resident`."""
         return True

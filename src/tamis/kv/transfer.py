@@ -121,6 +121,11 @@ class LayerTransferCounter:
         with self._changed:
             self._consumed = tickets
 
+    @property
+    def is_consuming(self) -> bool:
+        """Whether the coming reads depend on a load."""
+        return bool(self._consumed)
+
     def wait_until(self, local_layer: int, planes: LayerPart = MAIN | INDEX) -> None:
         """Block until these parts of a layer have arrived from every consumed load; at once where nothing is loading.
 

@@ -10,6 +10,9 @@ from tamis.kernels.linear import LayerWeights, Linear, Rope
 from tamis.models.attention import Attention, StepContext
 from tamis.models.layers import GatedMLP, MixtureOfExperts, RMSNorm, RotaryEmbedding
 
+LAYERS_AT_ONCE = 16
+"""Layers run in a piece; between pieces a step can be ended."""
+
 
 class DecoderLayer(nn.Module):
     """Attention and MLP, each behind a norm and beside a residual."""
@@ -37,10 +40,6 @@ class DecoderLayer(nn.Module):
 
     def forward(self, x: Tensor, rope: Rope, step: StepContext) -> None:
         """Adds to the residual stream x, fp32 [T, C]."""
-        if step.layers is not None and self.attention.kind is not LayerKind.SPARSE_KV:
-            planes = step.pool.open_layer(self.attention.layer_id, step.slots)
-            if step.layers.run(self.weights, x, rope, planes, step.batch):
-                return
         self.attention(x, self.input_norm, rope, step)
         self.mlp(x, self.mlp_norm, step.model_ops)
 
@@ -66,7 +65,32 @@ class CausalLM(nn.Module):
         """
         rope = self.rotary.table(step.batch.positions)
         x = step.model_ops.embed(self.embed_tokens, token_ids)
-        for layer in self.layers:
+        at = 0
+        while at < len(self.layers):
             step.before_layer()
-            layer(x, rope, step)
+            done = self._run_in_one(at, x, rope, step)
+            if not done:
+                self.layers[at](x, rope, step)
+            at += done or 1
         return step.model_ops.logits(x[logit_rows], self.norm, self.lm_head)
+
+    def _run_in_one(self, first: int, x: Tensor, rope: Rope, step: StepContext) -> int:
+        """Have backends that can run layers in a piece take some from `first` on; how many they took."""
+        if step.layers is None:
+            return 0
+        # While layers are being loaded each is opened, and waited for, when its turn comes.
+        most = 1 if step.pool.is_loading else LAYERS_AT_ONCE
+        run: list[LayerWeights] = []
+        for weights in self._weights[first : first + most]:
+            if weights is None:
+                break
+            run.append(weights)
+        if not run:
+            return 0
+        return step.layers.run(run, x, rope, lambda place: step.pool.open_layer(first + place, step.slots), step.batch)
+
+    @cached_property
+    def _weights(self) -> list[LayerWeights | None]:
+        """Of each layer that may run in a piece with others."""
+        layers = [layer for layer in self.layers if isinstance(layer, DecoderLayer)]
+        return [None if layer.attention.kind is LayerKind.SPARSE_KV else layer.weights for layer in layers]

@@ -12,6 +12,9 @@ from numba import carray, njit, types
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 
+_LONGEST = 1 << 10
+"""Numbers that no frame has more of."""
+
 
 class Frame:
     """Arrays (C-contiguous) and numbers in the order they are given, and what keeps their memory alive."""
@@ -25,6 +28,7 @@ class Frame:
                 assert entry.flags.c_contiguous  # a kernel could not tell
                 values += [entry.ctypes.data, *entry.shape]
         self.values = np.array(values, np.int64)
+        self.address: int = self.values.ctypes.data
         self._kept = entries
 
 
@@ -42,6 +46,12 @@ def _pointer(_context: Any, address: Any, dtype: Any) -> Any:
 def borrow(address, shape, dtype):  # type: ignore[no-untyped-def]
     """The memory at an address as an array."""
     return carray(_pointer(address, dtype), shape)
+
+
+@njit
+def open_frame(address):  # type: ignore[no-untyped-def]
+    """The frame at an address; its length is not known here."""
+    return borrow(address, (_LONGEST,), np.int64)
 
 
 @njit

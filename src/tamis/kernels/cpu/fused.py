@@ -1,4 +1,4 @@
-"""A whole decoder layer of few rows in one call from Python: projections, page writes, attention, MLP.
+"""Whole decoder layers of few rows in one call from Python: projections, page writes, attention, MLP.
 
 Between kernels Python needs a hundred microseconds a layer, several times that when the weights that were just read
 have pushed it out of the caches; for one token that is as long as the work itself. Here compiled code goes from one
@@ -9,6 +9,7 @@ Taken are dense and K-only layers with bf16 planes on matrix tiles; everything e
 """
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -25,7 +26,7 @@ from tamis.kernels.cpu.amx_sparse import pick_and_attend
 from tamis.kernels.cpu.amx_tiles import copy_row
 from tamis.kernels.cpu.dots import ROWS
 from tamis.kernels.cpu.experts import down, gate_up
-from tamis.kernels.cpu.frames import Frame, borrow, view1, view2
+from tamis.kernels.cpu.frames import Frame, borrow, open_frame, view1, view2
 from tamis.kernels.cpu.matvec import project, project_heads, room_size
 from tamis.kernels.cpu.model import CpuModelOps, Weights
 from tamis.kernels.cpu.ops import CpuOps, fit_tiles
@@ -110,8 +111,8 @@ def _feed_forward(box, up_kind, down_kind, layer, step, x, room):  # type: ignor
     )  # fmt: skip
 
 
-@njit(nogil=True, cache=True)
-def launch_layer(  # type: ignore[no-untyped-def]
+@njit
+def _run_layer(  # type: ignore[no-untyped-def]
     box, qkv_kind, o_kind, up_kind, down_kind, layer, step, score, attend, x, cos, sin, k, v, index_k, pages, rows,
     index_rows,
 ):  # fmt: skip
@@ -147,6 +148,21 @@ def launch_layer(  # type: ignore[no-untyped-def]
     return failed | _feed_forward(box, up_kind, down_kind, layer, step, stream, room)
 
 
+@njit(nogil=True, cache=True)
+def launch_layers(box, qkv_kind, o_kind, up_kind, down_kind, calls, x, cos, sin):  # type: ignore[no-untyped-def]
+    """x fp32 [T, C] += one layer after another; calls int64 [layers, 10]: four frames, then the end of `_run_layer`."""
+    failed = 0
+    for i in range(calls.shape[0]):
+        call = calls[i]
+        failed |= _run_layer(
+            box, qkv_kind, o_kind, up_kind, down_kind, open_frame(call[0]), open_frame(call[1]), open_frame(call[2]),
+            open_frame(call[3]), x, cos, sin, call[4], call[5], call[6], call[7], call[8], call[9],
+        )  # fmt: skip
+        if failed:
+            break
+    return failed
+
+
 @dataclass(frozen=True)
 class _Layer:
     """A layer as the kernels take it."""
@@ -165,8 +181,9 @@ class _Layer:
 @dataclass(frozen=True)
 class _Step:
     frame: Frame
-    score: NDArray[np.int64]
-    attend: NDArray[np.int64]
+    score: int
+    """Address of the frame; 0 in a dense layer."""
+    attend: int
     kept: tuple[object, ...]
 
 
@@ -177,30 +194,46 @@ class FusedLayers:
         self._ops, self._model = ops, model
         self._layers: dict[LayerWeights, _Layer | None] = {}
 
-    def run(self, weights: LayerWeights, x: Tensor, rope: Rope, planes: LayerPlanes, batch: AttentionBatch) -> bool:
-        """x fp32 [T, C] += the layer, K and V written to their planes; False, and nothing done, where it is not taken.
+    def run(
+        self, weights: Sequence[LayerWeights], x: Tensor, rope: Rope, open_layer: Callable[[int], LayerPlanes],
+        batch: AttentionBatch,
+    ) -> int:  # fmt: skip
+        """See `LayerRunner.run`."""
+        calls: list[list[int]] = []
+        kinds: tuple[NDArray[Any], ...] = ()
+        for place, weight in enumerate(weights):
+            layer = self._layer(weight)
+            if layer is None or len(x) > layer.few:
+                break
+            if calls and [kind.dtype for kind in kinds] != [kind.dtype for kind in layer.kinds]:
+                break
+            planes = open_layer(place)
+            if not _fits(planes):
+                break
+            kinds = layer.kinds
+            calls.append(self._call(layer, planes, rope, batch))
+        if calls:
+            cos, sin = rope
+            self._ops.team.run(
+                launch_layers, *kinds, np.array(calls, np.int64), x.data_ptr(), cos.data_ptr(), sin.data_ptr()
+            )
+        return len(calls)
 
-        The planes' rows must have been checked (`SparseKVPool.open_layer`).
-        """
-        layer = self._layers.get(weights)
-        if layer is None:
-            if weights in self._layers:
-                return False
-            layer = self._layers[weights] = self._take(weights)
-            if layer is None:
-                return False
-        k, v, index_k = planes.k, planes.v, planes.index_k
-        if len(x) > layer.few or not planes.plain or not fit_tiles(k, v, *(() if index_k is None else (index_k,))):
-            return False
-        key = ("layer", layer.shape, k.shape, planes.rows.shape)
+    def _call(self, layer: _Layer, planes: LayerPlanes, rope: Rope, batch: AttentionBatch) -> list[int]:
+        """A row of `launch_layers`' calls."""
+        key = ("layer", layer.shape, planes.k.shape, planes.rows.shape)
         step: _Step = self._ops.planned(batch, key, lambda: self._plan(layer, planes, batch, rope))
-        cos, sin = rope
-        self._ops.team.run(
-            launch_layer, *layer.kinds, layer.frame.values, step.frame.values, step.score, step.attend, x.data_ptr(),
-            cos.data_ptr(), sin.data_ptr(), k.data_ptr(), v.data_ptr(), 0 if index_k is None else index_k.data_ptr(),
-            k.shape[0], planes.rows.data_ptr(), 0 if planes.index_rows is None else planes.index_rows.data_ptr(),
-        )  # fmt: skip
-        return True
+        return [
+            layer.frame.address, step.frame.address, step.score, step.attend,
+            planes.k.data_ptr(), planes.v.data_ptr(), 0 if planes.index_k is None else planes.index_k.data_ptr(),
+            planes.k.shape[0], planes.rows.data_ptr(),
+            0 if planes.index_rows is None else planes.index_rows.data_ptr(),
+        ]  # fmt: skip
+
+    def _layer(self, weights: LayerWeights) -> _Layer | None:
+        if weights not in self._layers:
+            self._layers[weights] = self._take(weights)
+        return self._layers[weights]
 
     def _take(self, weights: LayerWeights) -> _Layer | None:
         sparse, groups = weights.sparse, weights.groups
@@ -263,21 +296,18 @@ class FusedLayers:
         page_size = planes.k.shape[2]
         shape = (q.heads, k.heads, q.dim, page_size)
         sparse = layer.weights.sparse
-        nothing = np.zeros(0, np.int64)
-        score: Any = (nothing, None, 0)
         if sparse is None:
             attend = prefill.plan_dense(ops.team, ops.scratch, arrays, *shape)
-        else:
-            index = groups[3]
-            score = prefill.plan_scores(
-                ops.team, ops.scratch, arrays, index.heads, index.dim, page_size, sparse.block_size
-            )
-            attend = prefill.plan_sparse(
-                ops.team, ops.scratch, arrays, *shape, index_heads=index.heads, topk=sparse.topk,
-                block_size=sparse.block_size,
-            )  # fmt: skip
-        frame = self._memory(layer, tokens, rope[0].shape[1], score[2])
-        return _Step(frame, score[0], attend.frame, (score, attend, rope))
+            frame = self._memory(layer, tokens, rope[0].shape[1], 0)
+            return _Step(frame, 0, attend.kept.address, (attend,))
+        index = groups[3]
+        score = prefill.plan_scores(ops.team, ops.scratch, arrays, index.heads, index.dim, page_size, sparse.block_size)
+        attend = prefill.plan_sparse(
+            ops.team, ops.scratch, arrays, *shape, index_heads=index.heads, topk=sparse.topk,
+            block_size=sparse.block_size,
+        )  # fmt: skip
+        frame = self._memory(layer, tokens, rope[0].shape[1], score.blocks)
+        return _Step(frame, score.kept.address, attend.kept.address, (score, attend))
 
     def _memory(self, layer: _Layer, tokens: int, rotated: int, blocks: int) -> Frame:
         weights, get = layer.weights, self._ops.scratch.get
@@ -319,3 +349,8 @@ class FusedLayers:
 
 def _entries(matrix: Weights) -> tuple[NDArray[Any], ...]:
     return (*matrix.parts, matrix.bias)
+
+
+def _fits(planes: LayerPlanes) -> bool:
+    index = () if planes.index_k is None else (planes.index_k,)
+    return planes.plain and fit_tiles(planes.k, planes.v, *index)
