@@ -3,11 +3,15 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PROMPT ?= What is the capital of France?
+SOAK_SECONDS ?= 120
 
-.PHONY: run test check format wheel clean help
+.PHONY: serve run test check format soak bench wheel clean help
 
 help:  ## show the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 10
+
+serve: $(VENV)/run.stamp  ## install, fetch the built-in model, serve it on port 8000 (ARGS: options of tamis serve)
+	@$(BIN)/tamis serve $(ARGS)
 
 # Through the environment, so that no shell reads what is in the question.
 run: export TAMIS_QUESTION := $(value PROMPT)
@@ -26,6 +30,12 @@ check: $(VENV)/dev.stamp  ## lint, format and type checks
 format: $(VENV)/dev.stamp  ## fix what ruff can fix
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+soak: $(VENV)/dev.stamp  ## 64 clients at once for SOAK_SECONDS
+	TAMIS_SOAK_SECONDS=$(SOAK_SECONDS) $(BIN)/python -m pytest tests/soak -n 0 -s
+
+bench: $(VENV)/dev.stamp  ## throughput of the server (ARGS: --short, --llama-server PATH, --m3 GGUF)
+	$(BIN)/python benchmarks/serving.py $(ARGS)
 
 wheel: $(VENV)/dev.stamp  ## build dist/tamis-*.whl
 	$(BIN)/python -m build --wheel

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tamis.config import LayerKind, ModelConfig
+    from tamis.engine.async_engine import AsyncEngine
     from tamis.engine.llm import LLM
     from tamis.errors import TamisError
     from tamis.kv import KVLayout, SparseKVPool
@@ -25,6 +26,7 @@ if "torch" not in sys.modules:
 
 __all__ = [
     "LLM",
+    "AsyncEngine",
     "Completion",
     "FinishReason",
     "KVLayout",
@@ -40,6 +42,7 @@ __all__ = [
 
 _MODULES = {
     "LLM": "tamis.engine.llm",
+    "AsyncEngine": "tamis.engine.async_engine",
     "Completion": "tamis.request",
     "FinishReason": "tamis.request",
     "KVLayout": "tamis.kv",

@@ -18,6 +18,8 @@ MAX_EXPERTS = 1 << 18
 """Experts of all layers together; each is planned for by name."""
 MAX_THREADS = 1024
 """CPU threads of one process."""
+MAX_STEP_SECONDS = 3600
+"""What a step may aim to take."""
 
 
 class LayerKind(enum.Enum):
@@ -297,6 +299,11 @@ class EngineConfig:
     """CPU threads of torch and of our kernels, in the whole process; None: as many as torch takes."""
     kernels: str = "auto"
     """"cpu": Numba. "reference": plain torch. "auto": the fastest that the device has."""
+    prefix_cache: bool = True
+    """Keep K and V of finished requests for later ones that begin alike, for as long as nobody needs the room."""
+    step_seconds: float | None = None
+    """While replies are running, a step takes so many prompt tokens as fit into about this time; None: as many as
+    `max_batch_tokens` allows, which gets most done in all and lets replies wait for long prompts."""
 
     def __post_init__(self) -> None:
         if self.dtype not in ("auto", "fp32", "bf16"):
@@ -316,6 +323,12 @@ class EngineConfig:
                 raise ConfigError(f"{name}={show(value)} must be a whole number of at least 1")
             if value > most:
                 raise ConfigError(f"{name}={show(value)} must be at most {most}")
+        if not isinstance(self.prefix_cache, bool):
+            raise ConfigError(f"prefix_cache={show(self.prefix_cache)} is not True or False")
+        seconds = self.step_seconds
+        known = isinstance(seconds, int | float) and not isinstance(seconds, bool)
+        if seconds is not None and not (known and 0 < seconds <= MAX_STEP_SECONDS):
+            raise ConfigError(f"step_seconds={show(seconds)} must be above 0 and at most {MAX_STEP_SECONDS}")
 
 
 KV_DTYPES: dict[str, torch.dtype] = {

@@ -1,12 +1,14 @@
 """The nouns of a run: what is asked for, what comes back. Plain data, no behaviour beyond checking itself."""
 
+import copy
 import enum
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from tamis.errors import SamplingError
+from tamis.units import show
 
 MAX_LOGPROBS = 100
 """Most alternatives a token that `logprobs` and `prompt_logprobs` may ask for."""
@@ -62,7 +64,10 @@ class SamplingParams:
     logit_bias: Mapping[int, float] | None = field(default_factory=dict)
     """Added to the logits of these token ids."""
     response_format: Mapping[str, Any] | None = None
-    """Structured output; refused until a grammar backend exists."""
+    """What the text must be: {"type": "text"} (anything), {"type": "json_object"}, {"type": "json_schema",
+    "json_schema": {"schema": ...}}, or {"type": "grammar", "grammar": ...} in llguidance's Lark syntax."""
+    skip_special_tokens: bool = True
+    """Special tokens are not part of the text."""
 
     def __post_init__(self) -> None:
         for name, low, high in (("n", 1, 128), ("top_k", -1, None), ("logprobs", 0, MAX_LOGPROBS),
@@ -77,8 +82,9 @@ class SamplingParams:
             raise SamplingError("top_p=0 must be above 0")
         if self.repetition_penalty == 0:
             raise SamplingError("repetition_penalty=0 must be above 0")
-        if not isinstance(self.ignore_eos, bool):
-            raise SamplingError(f"ignore_eos={self.ignore_eos!r} must be true or false")
+        for name in ("ignore_eos", "skip_special_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                raise SamplingError(f"{name}={getattr(self, name)!r} must be true or false")
         self._check_collections()
         self._own_collections()
 
@@ -113,8 +119,7 @@ class SamplingParams:
             if isinstance(token, bool) or not isinstance(token, int):
                 raise SamplingError(f"stop_token_ids holds {token!r}, which is not a token id")
         self._check_biases()
-        if self.response_format is not None:
-            raise SamplingError(f"response_format={self.response_format!r} is not supported yet")
+        self._check_response_format()
 
     def _check_biases(self) -> None:
         if not isinstance(self.logit_bias, Mapping | None):
@@ -125,6 +130,23 @@ class SamplingParams:
             if not _is_number(bias) or math.isnan(bias):
                 raise SamplingError(f"logit_bias of token {token} is {bias!r}, which is not a number")
 
+    def _check_response_format(self) -> None:
+        """Its form; whether a schema or grammar makes sense is seen when it is compiled (GrammarError)."""
+        wanted = self.response_format
+        if wanted is None:
+            return
+        if not isinstance(wanted, Mapping):
+            raise SamplingError(f"response_format={show(wanted)} must be an object with a type")
+        kind = wanted.get("type")
+        if kind not in ("text", "json_object", "json_schema", "grammar"):
+            raise SamplingError(f"response_format has the type {show(kind)}, not text, json_object or json_schema")
+        if kind == "json_schema":
+            inner = wanted.get("json_schema")
+            if not isinstance(inner, Mapping) or not isinstance(inner.get("schema"), Mapping | bool):
+                raise SamplingError("response_format of type json_schema has no schema under json_schema.schema")
+        if kind == "grammar" and not isinstance(wanted.get("grammar"), str):
+            raise SamplingError("response_format of type grammar has no text under grammar")
+
     def _own_collections(self) -> None:
         """Copy what the caller could still change, so that what was checked is what is used."""
         for name in ("stop", "stop_token_ids"):
@@ -133,6 +155,11 @@ class SamplingParams:
                 object.__setattr__(self, name, tuple(value))
         if self.logit_bias is not None:
             object.__setattr__(self, "logit_bias", dict(self.logit_bias))
+        if self.response_format is not None:
+            try:
+                object.__setattr__(self, "response_format", copy.deepcopy(dict(self.response_format)))
+            except RecursionError:
+                raise SamplingError("response_format is nested too deeply") from None
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -170,10 +197,26 @@ def _is_number(value: object) -> bool:
 class Request:
     """What is asked of an engine."""
 
-    prompt_token_ids: tuple[int, ...]
+    prompt_token_ids: Sequence[int]
     sampling: SamplingParams
     continues: bool = False
     """The reply carries the prompt's text on: a SentencePiece model's space before its first word is kept."""
+    salt: str = ""
+    """Requests share cached prefixes with those of the same salt only: it keeps tenants apart."""
+
+
+@dataclass(frozen=True)
+class PrefillProgress:
+    """How far a prompt is."""
+
+    total: int
+    """Tokens of the prompt."""
+    cached: int
+    """Tokens found in the prefix cache so far."""
+    processed: int
+    """Tokens whose K and V are in the pool, found or computed."""
+    elapsed: float
+    """Seconds since the prompt's first step began."""
 
 
 @dataclass(frozen=True)

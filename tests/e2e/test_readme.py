@@ -56,5 +56,5 @@ def test_the_plan_shown_is_the_plan_printed() -> None:
 
 def test_the_first_screen_says_what_it_is_and_how_to_run_it() -> None:
     first = "\n".join(README.splitlines()[:25])
-    for words in ("block-sparse attention", "MiniMax-M3", "MiniMaxSparseKVPool", "make run", "make test"):
+    for words in ("block-sparse attention", "MiniMax-M3", "MiniMaxSparseKVPool", "make serve", "make run", "make test"):
         assert words in first

@@ -1,13 +1,15 @@
 """Engines over a model without weights, whose tokens are exact: for tests of scheduling, sampling and bookkeeping."""
 
+import threading
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from tamis.config import LayerKind, ModelConfig, RopeConfig
+from tamis.engine.batch import Batch
 from tamis.engine.engine import Engine, EngineEvent
 from tamis.engine.runner import Runner
 from tamis.engine.tokenizer import Tokenizer
@@ -45,6 +47,7 @@ class HashModel(CausalLM):
         """By position: the token that certainly follows there, whatever the context."""
 
     def forward(self, token_ids: Tensor, step: StepContext, logit_rows: Tensor) -> Tensor:
+        step.before_layer()
         self.batch_sizes.append(len(token_ids))
         step.batch.check(step.pool.layout.page_size, step.pool.num_pages)
         if self.fail_at_token in token_ids.tolist():
@@ -96,6 +99,8 @@ def make_engine(
     max_num_seqs: int = 64,
     tokenizer: Tokenizer | None = None,
     end_ids: Sequence[int] = (END,),
+    prefix_cache: bool = True,
+    step_seconds: float | None = None,
 ) -> Engine:
     """An engine over a HashModel."""
     config = hash_config(context)
@@ -103,7 +108,7 @@ def make_engine(
     return Engine(
         Runner(HashModel(config), pool, ReferenceOps()),
         max_batch_tokens=max_batch_tokens, max_num_seqs=max_num_seqs, tokenizer=tokenizer,
-        end_ids=end_ids,
+        end_ids=end_ids, prefix_cache=prefix_cache, step_seconds=step_seconds,
     )  # fmt: skip
 
 
@@ -112,6 +117,20 @@ def model_of(engine: Engine) -> HashModel:
     model = engine.runner.model
     assert isinstance(model, HashModel)
     return model
+
+
+class HeldStep:
+    """From now on the engine's steps wait, before they compute, until `go_on` is set."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.begun, self.go_on = threading.Event(), threading.Event()
+        self._run = engine.runner.run
+        engine.runner.run = self._wait_and_run  # type: ignore[method-assign,assignment]
+
+    def _wait_and_run(self, batch: Batch, before_layer: Callable[[], None]) -> Tensor:
+        self.begun.set()
+        assert self.go_on.wait(60)
+        return self._run(batch, before_layer)
 
 
 def run(engine: Engine, max_steps: int = 2000) -> list[EngineEvent]:

@@ -40,14 +40,15 @@ def write_tokenizer(directory: Path) -> Path:
 
 
 def write_model(directory: Path, *, generation: dict[str, Any] | None = None, **changes: Any) -> Path:
-    """A random two-layer Llama with its tokenizer."""
+    """A random two-layer Llama with the tokenizer that is there already, else a character tokenizer."""
     config = CONFIG | changes
-    write_tokenizer(directory)
+    if not (directory / "tokenizer.json").exists():
+        write_tokenizer(directory)
     (directory / "config.json").write_text(json.dumps(config))
     if generation is not None:
         (directory / "generation_config.json").write_text(json.dumps(generation))
     hidden, inner, kv = config["hidden_size"], config["intermediate_size"], config["head_dim"]
-    shapes = {"model.embed_tokens.weight": (VOCAB, hidden), "model.norm.weight": (hidden,)}
+    shapes = {"model.embed_tokens.weight": (config["vocab_size"], hidden), "model.norm.weight": (hidden,)}
     for layer in range(config["num_hidden_layers"]):
         start = f"model.layers.{layer}."
         shapes |= {

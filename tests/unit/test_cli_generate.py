@@ -3,76 +3,15 @@
 import io
 import json
 import sys
-from collections.abc import Iterator, Sequence
-from typing import Any, Self
+from collections.abc import Iterator
 
 import pytest
-import torch
 
 from support.cli import invoke
+from support.fake_llm import FakeLLM, FakeTokenizer
 from tamis.cli import main
-from tamis.config import LayerKind
-from tamis.engine.engine import EngineStats
 from tamis.errors import PromptTooLongError, TokenizerError
-from tamis.kv import KVLayout
-from tamis.request import FinishReason, SamplingParams, TokenEvent, TokenLogprobs, Usage
-
-PIECES = ["Par", "", "is", " né"]
-
-
-class FakeTokenizer:
-    has_chat_template = True
-
-    def encode_chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
-        return [len(message["content"]) for message in messages]
-
-
-class FakeLLM:
-    """Says PIECES, then stops; remembers how it was used."""
-
-    last: "FakeLLM"
-
-    def __init__(self, model: str | None, **settings: Any) -> None:
-        self.model, self.settings = model, settings
-        self.tokenizer = FakeTokenizer()
-        self.layout = KVLayout((LayerKind.DENSE,), 1, 64, page_size=16, dtype=torch.float32)
-        self.prompt: list[int] = []
-        self.closed = False
-        type(self).last = self
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.closed = True
-
-    def encode(self, text: str) -> list[int]:
-        return list(text.encode())
-
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        return PIECES[token_ids[0]]
-
-    def default_sampling(self, **changes: Any) -> SamplingParams:
-        return SamplingParams(**{"top_k": 40, "top_p": 0.9} | changes)
-
-    def stream(self, prompt: list[int], sampling: SamplingParams) -> Iterator[TokenEvent]:
-        self.prompt, self.sampling = prompt, sampling
-        return self._events()
-
-    def _events(self) -> Iterator[TokenEvent]:
-        for token, piece in enumerate(PIECES):
-            logprobs = None if self.sampling.logprobs is None else TokenLogprobs(-0.5, {token: -0.5, 9: -1.5})
-            last = token == len(PIECES) - 1
-            yield TokenEvent(
-                0, token, piece, logprobs, FinishReason.STOP if last else None, Usage(3, len(PIECES)) if last else None
-            )
-
-    @property
-    def stats(self) -> EngineStats:
-        return EngineStats(
-            prefill_tokens=3, prefill_seconds=0.5, decode_tokens=3, decode_seconds=2.0, pages_total=2_000,
-            pages_peak=1, page_size=16,
-        )  # fmt: skip
+from tamis.request import SamplingParams, TokenEvent
 
 
 @pytest.fixture(autouse=True)
@@ -131,7 +70,7 @@ def test_the_engine_gets_its_settings(engine: type[FakeLLM]) -> None:
     assert engine.last.model == "some/model"
     assert settings == {
         "dtype": "fp32", "kv_dtype": "bf16", "page_size": 8, "kv_budget": "1GiB", "max_batch_tokens": 64,
-        "quant": "int8", "threads": 2,
+        "quant": "int8", "threads": 2, "max_num_seqs": 1,
     }  # fmt: skip
 
 

@@ -104,6 +104,8 @@ def test_special_tokens_leave_no_text_and_break_no_character() -> None:
     assert end is not None
     assert run(tokenizer, [end, 0, end, 1, end]) == ["", "", "", "é", "", ""]
     assert tokenizer.decode([0, 1, end], skip_special_tokens=False) == "é" + END
+    shown = Detokenizer(tokenizer, skip_special_tokens=False)
+    assert [shown.push(token) for token in (0, 1, end)] == ["", "é", END]
 
 
 def test_only_the_first_space_of_a_sentencepiece_text_is_dropped() -> None:

@@ -5,12 +5,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-import torch
 
 from support.engines import END, VOCAB, complete, expected_greedy, greedy, hash_logits, make_engine, model_of, run
 from tamis.engine.engine import Engine
 from tamis.errors import EmptyPromptError, EngineClosedError, LogitsError, SamplingError
-from tamis.request import FinishReason, Request, SamplingParams
+from tamis.request import FinishReason, PrefillProgress, Request, SamplingParams
 
 
 def random_prompts(count: int, seed: int = 0, longest: int = 30) -> list[list[int]]:
@@ -93,8 +92,9 @@ def test_samples_of_one_prompt_share_its_prefill_and_differ(engine: Engine) -> N
     assert len({s.token_ids for s in samples}) > 1
     assert sum(model_of(engine).batch_sizes) == len(prompt) + 4 * 5
     ((alone,),) = complete(engine, [prompt], replace(params, n=1))
-    assert samples[0] == alone
-    assert complete(engine, [prompt], params) == [samples]
+    assert samples[0].token_ids == alone.token_ids
+    (again,) = complete(engine, [prompt], params)
+    assert [s.token_ids for s in again] == [s.token_ids for s in samples]
 
 
 @pytest.mark.parametrize("length", range(1, 10))
@@ -116,7 +116,7 @@ def test_a_seed_gives_the_same_tokens_in_any_batch(engine: Engine) -> None:
     params = [SamplingParams(seed=10 + i, max_tokens=8, temperature=1.3, top_p=0.9) for i in range(5)]
     together = complete(engine, prompts, *params)
     alone = [complete(engine, [prompt], param)[0] for prompt, param in zip(prompts, params, strict=True)]
-    assert together == alone
+    assert [done.token_ids for (done,) in together] == [done.token_ids for (done,) in alone]
 
 
 def test_without_a_seed_samples_are_not_repeated(engine: Engine) -> None:
@@ -192,10 +192,13 @@ def test_each_sample_ends_in_exactly_one_event_its_last(engine: Engine) -> None:
 
 
 def test_prompts_tell_how_far_they_are() -> None:
-    engine, seen = make_engine(max_batch_tokens=4), list[int]()
-    engine.add_request(Request((5,) * 10, greedy(2)), seen.append)
-    run(engine)
-    assert seen == [4, 4, 2]
+    engine, seen = make_engine(max_batch_tokens=4), list[PrefillProgress]()
+    for prompt in ((5,) * 10, (5,) * 9 + (6,)):
+        engine.add_request(Request(prompt, greedy(2)), seen.append)
+        run(engine)
+    assert [(step.total, step.cached, step.processed) for step in seen] == [
+        (10, 0, 4), (10, 0, 8), (10, 0, 10), (10, 8, 10)]  # fmt: skip
+    assert 0 < seen[0].elapsed < seen[1].elapsed < seen[2].elapsed
 
 
 def test_stats_count_tokens_and_pages(engine: Engine) -> None:
@@ -335,22 +338,40 @@ def test_penalties_see_what_was_generated(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("steps", [0, 1, 2])
-def test_an_interrupted_step_is_raised_and_taken_again(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch, steps: int
-) -> None:
+def test_a_step_that_must_stop_is_taken_back_and_taken_again(engine: Engine, steps: int) -> None:
     engine.add_request(Request((5, 6), greedy(4, ignore_eos=True)))
     events = [event for _ in range(steps) for event in engine.step()]
-
-    def interrupt(_batch: object) -> torch.Tensor:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(engine.runner, "run", interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            engine.step()
+    engine.must_stop = lambda: True
+    assert engine.step() == []
     engine.check()
+    assert engine.crashes == 0
+    engine.must_stop = lambda: False
     events += run(engine)
     assert [event.token.token_id for event in events] == expected_greedy([5, 6], 4, ends=())
+
+
+def test_a_step_goes_on_while_somebody_needs_it(engine: Engine) -> None:
+    """A request that was cancelled shares the step: it is not taken from the others."""
+    gone, other = (engine.prepare(Request((5, 6, last), greedy(4, ignore_eos=True))) for last in (7, 8))
+    engine.enqueue(gone)
+    engine.enqueue(other)
+    gone.cancelled = True
+    assert [event.request_id for event in engine.step()] == [gone.request_id, other.request_id]
+    other.cancelled = True
+    assert engine.step() == []
+    for state in (gone, other):
+        engine.abort(state.request_id)
+    assert len(engine.take_events()) == 2
+
+
+def test_crashes_are_counted_until_a_step_succeeds(engine: Engine) -> None:
+    model_of(engine).fail_at_token = 13
+    for count in (1, 2):
+        engine.add_request(Request((13,), greedy(1)))
+        run(engine)
+        assert (engine.crashes, str(engine.last_crash)) == (count, "the kernel failed")
+    complete(engine, [[5]], greedy(1))
+    assert engine.crashes == 0
 
 
 def test_a_refused_request_leaves_no_trace(engine: Engine) -> None:
@@ -370,7 +391,7 @@ def test_a_closed_engine_aborts_what_runs_and_refuses_more(engine: Engine) -> No
 
 
 def test_the_check_notices_a_lost_page(engine: Engine) -> None:
-    lost = engine.allocator.allocate(1)
-    with pytest.raises(AssertionError, match="63 pages free \\+ 0 held is not 64"):
+    lost = engine.kv.allocator.allocate(1)
+    with pytest.raises(AssertionError, match="held=1, cached=0, in_transfer=0\\) is not 0 held \\+ 0 cached"):
         engine.check()
-    engine.allocator.free(lost)
+    engine.kv.allocator.free(lost)

@@ -2,6 +2,7 @@ import gc
 import itertools
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +15,6 @@ from tamis.config import GenerationDefaults
 from tamis.engine.batch import Batch
 from tamis.engine.engine import Engine
 from tamis.engine.tokenizer import Tokenizer
-from tamis.engine.worker import Worker
 from tamis.errors import (
     ConfigError,
     EmptyPromptError,
@@ -27,7 +27,6 @@ from tamis.errors import (
     TokenRangeError,
 )
 from tamis.models.hub import ModelSource
-from tamis.request import Request
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +51,12 @@ def make_llm(tokenizer: Tokenizer) -> Iterator[Callable[..., tuple[LLM, Engine]]
         engine.check()
         assert engine.pages_used == 0
         assert not engine.scheduler.has_work
+
+
+def check_idle(llm: LLM, engine: Engine) -> None:
+    """Nothing runs and no page is held, as soon as the engine has seen what was asked of it."""
+    llm.check()
+    assert (engine.pages_used, engine.has_work) == (0, False)
 
 
 @pytest.fixture
@@ -175,8 +180,7 @@ def test_a_failing_step_is_raised_and_the_llm_goes_on(make_llm: Callable[..., tu
         llm.generate([[5, 6], [13]], greedy())
     with pytest.raises(RuntimeError, match="the kernel failed"):
         list(llm.stream([13], greedy()))
-    engine.check()
-    assert engine.pages_used == 0
+    check_idle(llm, engine)
     assert list(llm.generate([[5, 6]], greedy())[0].token_ids) == expected_greedy([5, 6], 8)
 
 
@@ -193,7 +197,8 @@ def test_a_stream_is_the_completion_piece_by_piece(llm: LLM) -> None:
         events = pieces[done.index]
         assert "".join(event.text for event in events) == done.text
         assert tuple(event.token_id for event in events) == done.token_ids
-        assert (events[-1].finish_reason, events[-1].usage) == (done.finish_reason, done.usage)
+        assert events[-1].finish_reason is done.finish_reason
+        assert events[-1].usage == replace(done.usage, cached_tokens=4), "the second time a page of it is cached"
 
 
 def test_closing_a_stream_early_frees_its_pages(make_llm: Callable[..., tuple[LLM, Engine]]) -> None:
@@ -202,10 +207,8 @@ def test_closing_a_stream_early_frees_its_pages(make_llm: Callable[..., tuple[LL
     stream = llm.stream("hello", greedy(40, ignore_eos=True))
     for _ in range(3):
         next(stream)
-    assert engine.pages_used > 0
     stream.close()  # type: ignore[attr-defined]
-    engine.check()
-    assert (engine.pages_used, engine.has_work) == (0, False)
+    check_idle(llm, engine)
 
 
 def test_a_dropped_stream_frees_its_pages(make_llm: Callable[..., tuple[LLM, Engine]]) -> None:
@@ -214,7 +217,7 @@ def test_a_dropped_stream_frees_its_pages(make_llm: Callable[..., tuple[LLM, Eng
         assert event.token_id is not None
         break
     gc.collect()
-    assert (engine.pages_used, engine.has_work) == (0, False)
+    check_idle(llm, engine)
 
 
 def test_a_stream_that_was_never_read_costs_nothing(make_llm: Callable[..., tuple[LLM, Engine]]) -> None:
@@ -340,11 +343,11 @@ def test_prompts_are_reported_until_they_are_read(make_llm: Callable[..., tuple[
     recorder = Recorder()
     llm, engine = make_llm(progress=recorder, max_batch_tokens=4)
     llm.generate([[5] * 6, [6] * 3], greedy(3, ignore_eos=True))
-    assert recorder.calls == [("reading the prompt", 9, "tokens"), 4, 2, 2, 1, "done"]
+    assert recorder.calls == [("reading the prompt", 9, "tokens"), 3, 1, 3, 1, 1, "done"]
     recorder.calls.clear()
     model_of(engine).fail_at_token = 13
     with pytest.raises(RuntimeError):
-        llm.generate([[5] * 4 + [13]], greedy())
+        llm.generate([[7] * 4 + [13]], greedy())
     assert recorder.calls == [("reading the prompt", 5, "tokens"), 4, "done"]
 
 
@@ -363,52 +366,33 @@ def test_one_of_several_calls_at_a_time_is_reported(make_llm: Callable[..., tupl
     assert recorder.calls[-3:] == [("reading the prompt", 1, "tokens"), 1, "done"]
 
 
-def test_waiting_for_what_has_ended_is_refused(make_llm: Callable[..., tuple[LLM, Engine]]) -> None:
-    _, engine = make_llm()
-    worker = Worker(engine)
-    ids: list[int] = []
-    worker.submit([Request((5,), greedy(1))], ids)
-    computed: list[int] = []
-    (event,) = worker.next_events(ids, computed.append)
-    assert event.completion is not None
-    assert computed == [1]
-    with pytest.raises(EngineClosedError, match="the requests waited for are not in the engine"):
-        worker.next_events(ids, computed.append)
-
-
 def test_an_abort_inside_a_step_is_applied_after_it(
     make_llm: Callable[..., tuple[LLM, Engine]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a garbage collection in the middle of a step does, in the same thread."""
+    """As a garbage collection in the middle of a step does, in the engine's own thread."""
     llm, engine = make_llm()
     dropped = llm.stream([5, 6], greedy(30, ignore_eos=True))
     next(dropped)
     run = engine.runner.run
 
-    def run_and_drop(batch: Batch) -> torch.Tensor:
+    def run_and_drop(batch: Batch, before_layer: Callable[[], None]) -> torch.Tensor:
         dropped.close()  # type: ignore[attr-defined]
-        return run(batch)
+        return run(batch, before_layer)
 
     monkeypatch.setattr(engine.runner, "run", run_and_drop)
     (done,) = llm.generate([[7, 8]], greedy(5))
     assert list(done.token_ids) == expected_greedy([7, 8], 5)
-    assert not engine.has_work
+    check_idle(llm, engine)
 
 
-def test_an_interrupt_leaves_the_llm_usable(
-    make_llm: Callable[..., tuple[LLM, Engine]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    llm, engine = make_llm()
-
-    def interrupt(_batch: Batch) -> torch.Tensor:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(engine.runner, "run", interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            llm.generate([[7, 8]], greedy(5))
-    engine.check()
-    assert list(llm.generate([[7, 8]], greedy(5))[0].token_ids) == expected_greedy([7, 8], 5)
+def test_an_llm_that_is_dropped_ends_its_thread() -> None:
+    llm = LLM.from_engine(make_engine())
+    thread = llm._thread._thread
+    llm.generate([[5]], greedy(1))
+    del llm
+    gc.collect()
+    thread.join(timeout=60)
+    assert not thread.is_alive()
 
 
 def test_a_model_without_tokenizer_runs_on_token_ids() -> None:

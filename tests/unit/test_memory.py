@@ -1,3 +1,4 @@
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,10 @@ def test_sizes_are_counted_in_64_bits(text: str | int, message: str) -> None:
         ({"kv_budget": 10**30}, f"kv_budget={10**30} must be at most {2**63 - 1}"),
         ({"threads": 10**5000}, "threads=<an integer of thousands of digits> must be at most 1024"),
         ({"threads": 0}, "threads=0 must be a whole number of at least 1"),
+        ({"prefix_cache": 1}, "prefix_cache=1 is not True or False"),
+        ({"step_seconds": 0}, "step_seconds=0 must be above 0 and at most 3600"),
+        ({"step_seconds": "fast"}, "step_seconds='fast' must be above 0 and at most 3600"),
+        ({"step_seconds": math.nan}, "step_seconds=nan must be above 0 and at most 3600"),
         ({"kv_dtype": []}, "kv_dtype=[] is not one of auto, fp32, bf16, fp16, fp8_e4m3, fp8_e5m2"),
     ],
 )
@@ -110,8 +115,10 @@ def test_available_memory_is_the_tightest_limit(tmp_path: Path) -> None:
         "sys/fs/cgroup/pod/box/memory.max": "max\n", "sys/fs/cgroup/pod/box/memory.current": "900000\n",
     })  # fmt: skip
     assert available_memory(tmp_path) == 2_000_000
-    write(tmp_path, {"sys/fs/cgroup/pod/memory.stat": "anon 1\ninactive_file 250000\n"})
+    write(tmp_path, {"sys/fs/cgroup/pod/memory.stat": "anon 1\ninactive_file 150000\nactive_file 100000\n"})
     assert available_memory(tmp_path) == 2_250_000, "file cache is given up before memory runs out"
+    write(tmp_path, {"sys/fs/cgroup/pod/box/memory.high": "1500000\n"})
+    assert available_memory(tmp_path) == 600_000, "beyond memory.high every allocation is slowed down"
 
 
 def test_available_memory_reads_old_control_groups(tmp_path: Path) -> None:
@@ -120,6 +127,11 @@ def test_available_memory_reads_old_control_groups(tmp_path: Path) -> None:
         "sys/fs/cgroup/memory/memory.limit_in_bytes": "500000", "sys/fs/cgroup/memory/memory.usage_in_bytes": "600000",
     })  # fmt: skip
     assert available_memory(tmp_path) == 0, "over its limit, and the container's own path is not mounted"
+    write(tmp_path, {
+        "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712",
+        "sys/fs/cgroup/memory/memory.stat": "cache 1\nhierarchical_memory_limit 700000\ntotal_active_file 40000\n",
+    })  # fmt: skip
+    assert available_memory(tmp_path) == 140_000, "a limit above the container counts as well"
 
 
 def test_this_machine_has_memory(tmp_path: Path) -> None:
@@ -144,10 +156,11 @@ def test_a_budget_holds_as_many_tokens_as_its_bytes_say() -> None:
     assert layout.pages_for(budget) * layout.page_size == 37_376
 
 
-def test_the_default_budget_is_half_of_the_memory_or_four_contexts() -> None:
+def test_the_default_budget_is_half_of_the_memory_or_a_context_for_each_running_reply() -> None:
     layout = f2_layout()
     assert kv_budget(EngineConfig(), layout, 131_072, available=10 * GiB) == 5 * GiB
-    assert kv_budget(EngineConfig(), layout, 1000, available=100 * GiB) == 4 * 8 * layout.bytes_per_page
+    few = EngineConfig(max_num_seqs=3)
+    assert kv_budget(few, layout, 1000, available=100 * GiB) == 3 * 8 * layout.bytes_per_page
 
 
 def test_a_budget_above_the_available_memory_is_logged(caplog: pytest.LogCaptureFixture) -> None:

@@ -54,8 +54,19 @@ def test_collections_may_be_lists_or_tuples() -> None:
         ({"max_tokens": 2.0}, "max_tokens=2.0 must be a whole number"),
         ({"seed": 2**63}, f"seed={2**63} must be between {-(2**63)} and {2**63 - 1}"),
         ({"ignore_eos": 1}, "ignore_eos=1 must be true or false"),
+        ({"skip_special_tokens": None}, "skip_special_tokens=None must be true or false"),
+        ({"response_format": "json"}, "response_format='json' must be an object with a type"),
+        ({"response_format": {}}, "response_format has the type None, not text, json_object or json_schema"),
+        ({"response_format": {"type": ["x"]}},
+         "response_format has the type ['x'], not text, json_object or json_schema"),
+        ({"response_format": {"type": "json_schema"}},
+         "response_format of type json_schema has no schema under json_schema.schema"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": "{}"}}},
+         "response_format of type json_schema has no schema under json_schema.schema"),
+        ({"response_format": {"type": "grammar", "grammar": {}}},
+         "response_format of type grammar has no text under grammar"),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_be_is_refused_by_name(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(SamplingError) as caught:
         SamplingParams(**fields)
@@ -64,9 +75,11 @@ def test_what_cannot_be_is_refused_by_name(fields: dict[str, Any], message: str)
 
 def test_what_was_checked_is_what_is_used() -> None:
     """The caller may change its lists and dicts afterwards."""
-    stop, ids, bias = ["a"], [3], {3: 1.0}
-    params = SamplingParams(stop=stop, stop_token_ids=ids, logit_bias=bias)
-    stop[0], ids[0], bias[3] = "", -1, float("nan")
+    stop, ids, bias, schema = ["a"], [3], {3: 1.0}, {"type": "object"}
+    wanted = {"type": "json_schema", "json_schema": {"schema": schema}}
+    params = SamplingParams(stop=stop, stop_token_ids=ids, logit_bias=bias, response_format=wanted)
+    stop[0], ids[0], bias[3], schema["type"] = "", -1, float("nan"), "nonsense"
     assert (params.stop, params.stop_token_ids, params.logit_bias) == (("a",), (3,), {3: 1.0})
+    assert params.response_format == {"type": "json_schema", "json_schema": {"schema": {"type": "object"}}}
     with pytest.raises(SamplingError, match=r"must be a string or a list of strings$"):
         SamplingParams(stop=(text for text in "ab"))  # type: ignore[arg-type]

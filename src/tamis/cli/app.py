@@ -11,11 +11,14 @@ import typer
 
 import tamis
 from tamis.cli import CommonOptions
+from tamis.cli.bench import bench
+from tamis.cli.chat import chat
 from tamis.cli.generate import generate
 from tamis.cli.inspect import inspect
 from tamis.cli.options import Debug
 from tamis.cli.plan import plan
 from tamis.cli.pull import pull
+from tamis.cli.serve import serve
 
 app = typer.Typer(
     help="Run language models with block-sparse attention on a sparse KV pool.",
@@ -23,7 +26,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (generate, inspect, plan, pull):
+for command in (generate, chat, serve, bench, inspect, plan, pull):
     app.command()(command)
 
 

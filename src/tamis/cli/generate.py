@@ -1,11 +1,10 @@
 """`tamis generate`: answer one prompt."""
 
-import sys
 from typing import TYPE_CHECKING, Any
 
 import typer
 
-from tamis.cli import EXIT_INTERRUPTED
+from tamis.cli import EXIT_INTERRUPTED, local
 from tamis.cli.options import (
     AsJson,
     Debug,
@@ -36,7 +35,6 @@ from tamis.cli.prompt import read_prompt
 from tamis.cli.reply import Reply, closing_lines, figures
 from tamis.errors import RequestError, TokenizerError
 from tamis.request import FinishReason, SamplingParams
-from tamis.units import format_size
 
 if TYPE_CHECKING:
     from tamis.engine.llm import LLM
@@ -78,20 +76,20 @@ def generate(
     text = read_prompt(prompt, file)
     settings = {"dtype": dtype, "kv_dtype": kv_dtype, "page_size": page_size, "kv_budget": kv_budget,
                 "max_batch_tokens": max_batch_tokens, "quant": quant, "threads": threads}  # fmt: skip
-    with _load(model, settings, quiet=quiet) as llm:
+    with local.load(model, settings, quiet=quiet) as llm:
         ids = _encode(llm, text, system, raw=raw)
         events = llm.stream(ids, llm.default_sampling(**sampling))
         if not quiet:
-            _say(_room(llm))  # not before the request is accepted: an error is the only line
+            local.say(local.room(llm))  # not before the request is accepted: an error is the only line
         reply = Reply(prompt_tokens=len(ids))
-        reply.follow(events, show=_ignore if as_json else _write)
+        reply.follow(events, show=_ignore if as_json else local.write)
         facts = figures(reply, llm.stats, llm.layout.bytes_per_page)
         if as_json:
             print_json({"model": model or "smollm2-135m", "text": reply.text, **_tokens(llm, reply), **facts})
         elif not reply.text.endswith("\n"):
-            _write("\n")
+            local.write("\n")
         if not quiet:
-            _say(*closing_lines(facts))
+            local.say(*closing_lines(facts))
     if reply.finish_reason is FinishReason.ABORT:
         raise typer.Exit(EXIT_INTERRUPTED)
 
@@ -101,17 +99,6 @@ def _check(*, raw: bool, system: str | None, logprobs: int | None, as_json: bool
         raise RequestError("--system needs the chat template, which --raw leaves out")
     if logprobs is not None and not as_json:
         raise RequestError("--logprobs needs --json: plain text has no place for them")
-
-
-def _load(model: str | None, settings: dict[str, Any], *, quiet: bool) -> "LLM":
-    from tamis.cli.progress import make_progress
-    from tamis.engine.llm import LLM
-
-    progress = make_progress(quiet=quiet)
-    try:
-        return LLM(model, **settings, progress=progress)
-    finally:
-        progress.finish()  # also where loading was interrupted
 
 
 def _encode(llm: "LLM", text: str, system: str | None, *, raw: bool) -> list[int]:
@@ -143,19 +130,5 @@ def _tokens(llm: "LLM", reply: Reply) -> dict[str, Any]:
     return {"token_ids": reply.token_ids, "logprobs": entries}
 
 
-def _room(llm: "LLM") -> str:
-    stats, layout = llm.stats, llm.layout
-    size = format_size(stats.pages_total * layout.bytes_per_page)
-    return f"KV pool:   room for {stats.pages_total * stats.page_size:,} tokens in {size}, {stats.page_size} a page"
-
-
-def _write(text: str) -> None:
-    print(text, end="", flush=True)
-
-
 def _ignore(_text: str) -> None:
     """JSON comes in one piece at the end."""
-
-
-def _say(*lines: str) -> None:
-    print(*lines, sep="\n", file=sys.stderr, flush=True)

@@ -62,6 +62,12 @@ System = Annotated[str | None, _option("--system", "TEXT", "System message, for 
 Raw = Annotated[bool, _flag("--raw", "Continue the prompt as it is, without the chat template.")]
 MaxTokens = Annotated[int, _option("--max-tokens -n", "N", "Tokens to generate at most.")]
 Temperature = Annotated[float, _option("--temperature -t", "T", "0 is greedy.")]
+ReplyTokens = Annotated[
+    int | None, _option("--max-tokens -n", "N", "Tokens of a reply at most. Default: what the context has room for.")
+]
+ChatTemperature = Annotated[
+    float | None, _option("--temperature -t", "T", "0 is greedy. Default: the model's, else 1.")
+]
 TopP = Annotated[
     float | None, _option("--top-p", "P", "Keep the most probable tokens that together reach P. Default: the model's.")
 ]
@@ -82,7 +88,7 @@ EngineKVDtype = Annotated[str, _option("--kv-dtype", "DTYPE", f"K and V: auto (a
 KVBudget = Annotated[
     str | None,
     _option("--kv-budget", "SIZE", "Memory for the KV pool, written 8GiB. Default: half of what is free, at most "
-            "what four full contexts take."),
+            "a full context for each reply that may run at once."),
 ]  # fmt: skip
 MaxBatchTokens = Annotated[int, _option("--max-batch-tokens", "N", "Tokens computed in one step at most.")]
 Quant = Annotated[
@@ -90,3 +96,36 @@ Quant = Annotated[
     _option("--quant", "FORMAT", "Store weights in int8, int4 or as they are (none). auto: as the checkpoint does."),
 ]
 Threads = Annotated[int | None, _option("--threads", "N", "CPU threads. Default: as many as torch takes.")]
+
+# The server
+Host = Annotated[str, _option("--host", "ADDRESS", "Listen on this address only; 0.0.0.0 is every one.")]
+Port = Annotated[int, _option("--port", "N", "0: any that is free.")]
+ServedName = Annotated[str | None, _option("--name", "NAME", "What requests call the model. Default: its own name.")]
+ApiKey = Annotated[
+    list[str] | None,
+    _option("--api-key", "KEY", "Answer only who sends it; may be given several times. Others on this machine can see "
+            "a command's arguments: TAMIS_API_KEY in the environment does the same."),
+]  # fmt: skip
+CorsOrigin = Annotated[
+    list[str] | None,
+    _option("--cors-origin", "ORIGIN", "Web pages from here may call the server; may be given several times; *: any."),
+]
+MaxBody = Annotated[str, _option("--max-body", "SIZE", "Of one request.")]
+MaxQueue = Annotated[int, _option("--max-queue", "N", "Requests that wait at most; more are answered 503.", min=1)]
+MaxSeqs = Annotated[int, _option("--max-seqs", "N", "Replies that run at once at most.", min=1)]
+Drain = Annotated[float, _option("--drain", "SECONDS", "That running requests may take once the server stops.")]
+
+# Measuring a server
+BenchUrl = Annotated[str, _option("--url", "URL", "Where the server is.")]
+BenchClients = Annotated[int, _option("--clients -c", "N", "Requests under way at once.", min=1)]
+BenchRequests = Annotated[int, _option("--requests -r", "N", "Requests in all.", min=1)]
+BenchPrompt = Annotated[int, _option("--prompt-tokens", "N", "Tokens of a prompt, on average and roughly.", min=1)]
+BenchMaxTokens = Annotated[int, _option("--max-tokens -n", "N", "Tokens of a reply, on average.", min=1)]
+BenchSpread = Annotated[float, _option("--spread", "SHARE", "Lengths vary by this share of the average, up and down.")]
+BenchPrefix = Annotated[int, _option("--prefix-tokens", "N", "Tokens that all prompts begin with, roughly.", min=0)]
+BenchModel = Annotated[str | None, _option("--model", "NAME", "Default: the first that the server lists.")]
+ClientKey = Annotated[str | None, _option("--api-key", "KEY", "Default: TAMIS_API_KEY in the environment.")]
+RequestTimeout = Annotated[float, _option("--timeout", "SECONDS", "To wait for the server, each time.", min=0.1)]
+IgnoreEos = Annotated[
+    bool, _flag("--ignore-eos/--stop-at-eos", "Ask for replies of just the length given; not every server can.")
+]

@@ -8,7 +8,7 @@ from tamis.request import FinishReason, TokenEvent, TokenLogprobs
 from tamis.units import format_size
 
 if TYPE_CHECKING:
-    from tamis.engine.engine import EngineStats
+    from tamis.engine.stats import EngineStats
 
 
 @dataclass

@@ -4,18 +4,22 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tamis.engine.engine import Engine, EngineEvent, EngineStats
+    from tamis.engine.async_engine import AsyncEngine, RequestHandle
+    from tamis.engine.engine import Engine, EngineEvent
     from tamis.engine.llm import LLM
     from tamis.engine.runner import Runner
+    from tamis.engine.stats import EngineStats
     from tamis.engine.tokenizer import Tokenizer
 
-__all__ = ["LLM", "Engine", "EngineEvent", "EngineStats", "Runner", "Tokenizer"]
+__all__ = ["LLM", "AsyncEngine", "Engine", "EngineEvent", "EngineStats", "RequestHandle", "Runner", "Tokenizer"]
 
 _MODULES = {
     "LLM": "llm",
+    "AsyncEngine": "async_engine",
     "Engine": "engine",
     "EngineEvent": "engine",
-    "EngineStats": "engine",
+    "EngineStats": "stats",
+    "RequestHandle": "async_engine",
     "Runner": "runner",
     "Tokenizer": "tokenizer",
 }

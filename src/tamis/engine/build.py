@@ -43,6 +43,8 @@ def build_engine(
         max_num_seqs=settings.max_num_seqs,
         tokenizer=tokenizer,
         end_ids=end_ids,
+        prefix_cache=settings.prefix_cache,
+        step_seconds=settings.step_seconds,
     )
 
 

@@ -17,6 +17,7 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 
 from tamis.engine.template_sandbox import MAX_CHARS, TemplateSandbox
+from tamis.engine.tool_prompt import as_text, tool_style, with_objects
 from tamis.errors import RequestError, TokenizerError
 
 
@@ -47,21 +48,35 @@ class ChatTemplates:
         """The prompt text of `messages`, a list of {"role": ..., "content": ...}.
 
         Content is text, or a list of text parts ({"type": "text", "text": ...}), which are joined by line ends. It may
-        be absent only beside tool_calls. `extra` (tools, enable_thinking, ...) is handed to the template. Raises
+        be absent only beside tool_calls. `extra` (tools, enable_thinking, ...) is handed to the template; where that
+        cannot write tools, they, and calls and results in the messages, become text (`tool_prompt`). Raises
         RequestError where the messages are not of that form, too long, or the template refuses them; TokenizerError
         where there is no template, or it fails or takes too much time or memory.
         """
-        plain = check_messages(messages)
-        name = "tool_use" if extra.get("tools") and "tool_use" in self.templates else "default"
+        plain = with_objects(check_messages(messages))
+        tools = extra.pop("tools", None) or []
+        name = self._name(bool(tools))
         template = self._template(name)
+        source = self.templates[name]
+        if tool_style(source) is None and (tools or "tool_calls" not in source):
+            plain = as_text(plain, tools)
+        elif tools:
+            extra["tools"] = tools
         values = {**self.special_tokens, **extra, "messages": plain, "add_generation_prompt": add_generation_prompt}
         try:
-            return self._environment.render(template, values, len(self.templates[name]))
+            return self._environment.render(template, values, len(source))
         except _RefusedError as error:
             raise RequestError(f"the chat template refuses these messages: {_line(error)}") from None
         except Exception as error:
             # Anything can go wrong in a template: undefined names, None + str, forbidden attributes.
             raise TokenizerError(f"{self.origin}: the chat template failed: {_line(error)}") from error
+
+    def source(self, *, tools: bool = False) -> str | None:
+        """The text of the template that is used for chats, with or without tools; None where there is none."""
+        return self.templates.get(self._name(tools))
+
+    def _name(self, tools: bool) -> str:
+        return "tool_use" if tools and "tool_use" in self.templates else "default"
 
     def _template(self, name: str) -> jinja2.Template:
         if name not in self._compiled:

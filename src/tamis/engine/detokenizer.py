@@ -11,12 +11,19 @@ class Detokenizer:
 
     All that `push` and `finish` return, joined, is `tokenizer.decode` of all tokens, cut before the stop string that is
     complete first (see StopMatcher). `push` returns whole characters only and holds back what may be the start of a
-    stop string. Special tokens are skipped. The cost of a token does not grow with the text. With `continues` the text
-    carries on from the prompt, and a SentencePiece model's space before the first word is kept.
+    stop string. Special tokens are skipped unless told otherwise. The cost of a token does not grow with the text. With
+    `continues` the text carries on from the prompt, and a SentencePiece model's space before the first word is kept.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop_strings: Sequence[str] = (), *, continues: bool = False) -> None:
-        self._decoder = tokenizer.text_decoder(continues=continues)
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stop_strings: Sequence[str] = (),
+        *,
+        continues: bool = False,
+        skip_special_tokens: bool = True,
+    ) -> None:
+        self._decoder = tokenizer.text_decoder(continues=continues, skip_special_tokens=skip_special_tokens)
         self._stops = StopMatcher(stop_strings)
 
     @property

@@ -1,9 +1,9 @@
 """Continuous batching: one step after another, each over whatever requests are there."""
 
 import itertools
+import logging
 import time
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -11,15 +11,20 @@ from torch import Tensor
 
 from tamis.engine.batch import Batch
 from tamis.engine.detokenizer import Detokenizer
+from tamis.engine.grammar import Grammars
 from tamis.engine.limits import Limits
+from tamis.engine.pace import StepPace
 from tamis.engine.runner import Runner
 from tamis.engine.sampler import Sampled, SamplerRow, prompt_logprobs, sample
 from tamis.engine.scheduler import Chunk, Scheduler
 from tamis.engine.sequence import RequestState, Sample
+from tamis.engine.stats import Counters, EngineStats
 from tamis.engine.tokenizer import Tokenizer
 from tamis.errors import EngineClosedError, TamisError
-from tamis.kv import PageAllocator, PageTable
-from tamis.request import Completion, FinishReason, Request, TokenEvent, TokenLogprobs
+from tamis.kv import KVManager, KVSequence
+from tamis.request import Completion, FinishReason, PrefillProgress, Request, TokenEvent, TokenLogprobs
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -34,31 +39,8 @@ class EngineEvent:
     """What went wrong, where the finish reason is "error"."""
 
 
-@dataclass(frozen=True)
-class EngineStats:
-    """What an engine has done so far and how full its pool is."""
-
-    steps: int = 0
-    prefill_tokens: int = 0
-    """Prompt tokens computed."""
-    prefill_seconds: float = 0.0
-    """A step that mixes prompt tokens and replies is divided between the two by tokens."""
-    decode_tokens: int = 0
-    decode_seconds: float = 0.0
-    waiting: int = 0
-    """Requests."""
-    running: int = 0
-    """Requests."""
-    pages_total: int = 0
-    """Usable pages of the pool."""
-    pages_used: int = 0
-    pages_peak: int = 0
-    """The most pages in use at once so far."""
-    page_size: int = 0
-
-
 class Engine:
-    """Runs requests over one model and one pool. Not for several threads at once: see `worker.Worker`."""
+    """Runs requests over one model and one pool. Not for several threads at once: see `thread.EngineThread`."""
 
     def __init__(
         self,
@@ -68,6 +50,8 @@ class Engine:
         max_num_seqs: int,
         tokenizer: Tokenizer | None = None,
         end_ids: Sequence[int] = (),
+        prefix_cache: bool = True,
+        step_seconds: float | None = None,
     ) -> None:
         self.runner, self.tokenizer = runner, tokenizer
         self.end_ids = frozenset(end_ids)
@@ -80,14 +64,21 @@ class Engine:
             num_pages=pool.num_pages,
             max_num_seqs=max_num_seqs,
             has_tokenizer=tokenizer is not None,
+            grammars=None if tokenizer is None else Grammars(tokenizer, end_ids),
         )
-        self.allocator = PageAllocator(pool.num_pages)
-        self.scheduler = Scheduler(self.limits, max_batch_tokens=max_batch_tokens)
-        self.signals = runner.signals
+        self.kv = KVManager(pool)
+        self.pace = StepPace(step_seconds)
+        self.scheduler = Scheduler(self.limits, self.kv, self.pace, max_batch_tokens=max_batch_tokens)
+        self.must_stop: Callable[[], bool] = lambda: False
+        """Asked before every layer; any thread may make it true, and the step is taken back."""
+        self.crashes = 0
+        """Steps that failed, one after another, since one succeeded."""
+        self.last_crash: BaseException | None = None
         self._requests: dict[int, RequestState] = {}
         self._ids = itertools.count()
         self._events: list[EngineEvent] = []
-        self._counts = _Counts()
+        self._counters = Counters()
+        self._shares_prefixes = prefix_cache
         self._closed = False
 
     @property
@@ -99,41 +90,57 @@ class Engine:
         """Whether a request waits or runs."""
         return request_id in self._requests
 
-    def add_request(self, request: Request, on_prefill: Callable[[int], None] | None = None) -> int:
-        """Queue a request; returns the id under which its events come.
+    def add_request(self, request: Request, on_prefill: Callable[[PrefillProgress], None] | None = None) -> int:
+        """`prepare` and `enqueue`; returns the id under which the request's events come."""
+        state = self.prepare(request, on_prefill)
+        self.enqueue(state)
+        return state.request_id
 
-        `on_prefill` is told, step by step, how many prompt tokens were computed; what it raises ends its request.
-        Raises EngineClosedError, and what `Limits.check` raises, before anything is queued.
+    def prepare(self, request: Request, on_prefill: Callable[[PrefillProgress], None] | None = None) -> RequestState:
+        """A request that can be queued; it holds nothing yet. Any thread may call this at any time.
+
+        `on_prefill` is told, step by step, how far the prompt is; what it raises ends its request.
+        Raises what `Limits.check` raises, and GrammarError.
         """
-        if self._closed:
-            raise EngineClosedError("the engine is closed")
         ids = self.limits.check(request.prompt_token_ids, request.sampling)
         request = replace(request, prompt_token_ids=ids)
         length = self.limits.max_length(len(ids), request.sampling)
-        samples = [self._new_sample(request, length - len(ids), index) for index in range(request.sampling.n)]
-        state = RequestState(next(self._ids), ids, request.sampling, length, samples, on_prefill or _ignore)
+        request_id = next(self._ids)
+        # Under a salt of its own a request still finds what it computed before it was retracted.
+        salt = request.salt if self._shares_prefixes else request_id
+        samples = [self._new_sample(request, salt, length - len(ids), index) for index in range(request.sampling.n)]
+        return RequestState(request_id, ids, request.sampling, length, samples, salt, on_prefill or _ignore)
+
+    def enqueue(self, state: RequestState) -> None:
+        """Queue what `prepare` gave. Raises EngineClosedError."""
+        if self._closed:
+            raise EngineClosedError("the engine is closed")
         self._requests[state.request_id] = state
         self.scheduler.add(state)
-        return state.request_id
 
     def step(self) -> list[EngineEvent]:
         """Compute one batch; returns what happened since the last call.
 
         Where the batch fails, its requests end with an event that carries the error, their pages come back, and the
-        engine goes on. An interrupt (KeyboardInterrupt) comes out between two layers of the model; the step is taken
-        back then, and the requests go on with the next one.
+        engine goes on. A step that nobody needs any more is taken back before its next layer.
         """
-        with self.signals:
-            chunks = self.scheduler.schedule()
+        chunks = self.scheduler.schedule()
+        started = time.perf_counter()
+        try:
             if chunks:
-                started = time.perf_counter()
-                try:
-                    logits = self._compute(chunks)
-                    self._commit(chunks, logits, self._sample(chunks, logits))
-                except Exception as error:
-                    self._fail(chunks, error)
-                self._counts.add(chunks, time.perf_counter() - started)
-            return self.take_events()
+                logits = self._compute(chunks, started)
+                self._commit(chunks, logits, self._sample(chunks, logits))
+                self._account(chunks, time.perf_counter() - started)
+                self.crashes = 0
+        except _Abandoned:
+            for chunk in chunks:
+                chunk.sample.kv.undo(len(chunk.token_ids))
+        except Exception as error:
+            logger.exception("a step of %d sequences failed", len(chunks))
+            self.crashes, self.last_crash = self.crashes + 1, error
+            for chunk in chunks:
+                self._end(chunk.request, FinishReason.ERROR, error)
+        return self.take_events()
 
     def take_events(self) -> list[EngineEvent]:
         """What happened since this or `step` was last called: the ends that `abort` and `close` caused."""
@@ -159,68 +166,64 @@ class Engine:
     @property
     def pages_used(self) -> int:
         """Pages that requests hold."""
-        return self.allocator.num_pages - self.allocator.num_free
+        return self.kv.usage.held
 
     @property
     def stats(self) -> EngineStats:
         """Counters as they stand."""
-        counts = self._counts
-        return EngineStats(
-            steps=counts.steps,
-            prefill_tokens=counts.prefill_tokens,
-            prefill_seconds=counts.prefill_seconds,
-            decode_tokens=counts.decode_tokens,
-            decode_seconds=counts.decode_seconds,
+        return replace(
+            self._counters.stats,
+            retractions=self.scheduler.retractions,
             waiting=len(self.scheduler.waiting),
             running=len(self.scheduler.running),
-            pages_total=self.allocator.num_pages,
-            pages_used=self.pages_used,
-            pages_peak=counts.pages_peak,
+            pages=self.kv.usage,
             page_size=self.limits.page_size,
         )
 
     def check(self) -> None:
-        """Assert that free + held = total, every page held by exactly the page tables that name it."""
-        held = Counter(page for r in self._requests.values() for s in r.samples for page in s.table.pages)
-        for page, tables in held.items():
-            holders = self.allocator.holders(page)
-            assert holders == tables, f"page {page} has {holders} holders and stands in {tables} page tables"
-        free, total = self.allocator.num_free, self.allocator.num_pages
-        assert free + len(held) == total, f"{free} pages free + {len(held)} held is not {total}"
+        """Assert that free + held + cached + in transfer = total, and every count behind it."""
+        self.kv.check(sample.kv for request in self._requests.values() for sample in request.samples)
 
-    def _new_sample(self, request: Request, max_tokens: int, index: int) -> Sample:
-        tokenizer, sampling = self.tokenizer, request.sampling
+    def _new_sample(self, request: Request, salt: Hashable, max_tokens: int, index: int) -> Sample:
+        tokenizer, sampling, grammars = self.tokenizer, request.sampling, self.limits.grammars
+        constraint = None if grammars is None else grammars.constraint(sampling.response_format)
         ends = frozenset() if sampling.ignore_eos else self.end_ids
         return Sample(
             index=index,
-            table=PageTable(self.pool, self.allocator),
-            row=SamplerRow(sampling, request.prompt_token_ids, index),
+            kv=KVSequence(self.kv, salt),
+            row=SamplerRow(sampling, request.prompt_token_ids, index, constraint),
             detokenizer=None
             if tokenizer is None
-            else Detokenizer(tokenizer, sampling.stop_strings, continues=request.continues),
+            else Detokenizer(
+                tokenizer,
+                sampling.stop_strings,
+                continues=request.continues,
+                skip_special_tokens=sampling.skip_special_tokens,
+            ),
             stop_ids=ends | frozenset(sampling.stop_ids),
             max_tokens=max_tokens,
         )
 
-    def _compute(self, chunks: list[Chunk]) -> Tensor:
-        """The step's logits. After an interrupt nothing has changed."""
+    def _compute(self, chunks: list[Chunk], started: float) -> Tensor:
+        """The step's logits. Raises _Abandoned where nobody needs them any more."""
+        for chunk in chunks:
+            chunk.request.started = chunk.request.started or started
         batch = self._batch(chunks)
-        try:
-            return self.runner.run(batch)
-        except BaseException as error:
-            if not isinstance(error, Exception):
-                for chunk in chunks:
-                    chunk.sample.table.trim(len(chunk.token_ids))
-            raise
+
+        def before_layer() -> None:
+            if self.must_stop() or all(chunk.request.cancelled for chunk in chunks):
+                raise _Abandoned
+
+        return self.runner.run(batch, before_layer)
 
     def _batch(self, chunks: list[Chunk]) -> Batch:
         """The plain data of a step; takes the pages its tokens need."""
         batch = Batch()
         for chunk in chunks:
-            table = chunk.sample.table
-            slots = table.append(len(chunk.token_ids)).tolist()
-            batch.add(chunk.token_ids, chunk.start, slots, table.pages, chunk.num_logits)
-        self._counts.pages_peak = max(self._counts.pages_peak, self.pages_used)
+            kv = chunk.sample.kv
+            slots = kv.append(len(chunk.token_ids)).tolist()
+            batch.add(chunk.token_ids, chunk.start, slots, kv.table.pages, chunk.num_logits)
+        self._counters.see_held(self.pages_used)
         return batch
 
     @torch.inference_mode()
@@ -240,7 +243,8 @@ class Engine:
         end = 0
         for chunk in chunks:
             end += chunk.num_logits
-            if chunk.is_prefill:
+            chunk.sample.kv.commit(chunk.request.tokens(chunk.sample))
+            if not chunk.request.prefilled:
                 self._advance_prompt(chunk, logits[end - chunk.num_logits : end])
             for receiver in chunk.receivers:
                 result = next(results)
@@ -250,43 +254,56 @@ class Engine:
 
     def _take_token(self, request: RequestState, receiver: Sample, result: Sampled | TamisError) -> None:
         if isinstance(result, TamisError):
-            receiver.table.reset()
+            receiver.kv.discard()
             self._emit(request, receiver, None, receiver.finish(FinishReason.ERROR), error=result)
             return
         text = receiver.accept(result)
         if receiver.finish_reason is not None:
-            receiver.table.reset()
+            receiver.kv.release()
         self._emit(request, receiver, result.token_id, text, result.logprobs)
 
     def _advance_prompt(self, chunk: Chunk, logits: Tensor) -> None:
         request = chunk.request
-        request.computed += len(chunk.token_ids)
+        request.processed = max(request.processed, chunk.end)
         try:
-            request.on_prefill(len(chunk.token_ids))
+            self._add_prompt_logprobs(chunk, logits)
+            request.on_prefill(request.progress())
         except Exception as error:
+            # Logits that are no numbers, or a caller's mistake: this request's fault alone.
             self._end(request, FinishReason.ERROR, error)
             return
-        asked = request.sampling.prompt_logprobs
-        if asked is not None:
-            following = request.prompt[chunk.start + 1 : request.computed + 1]
-            try:
-                request.prompt_logprobs += prompt_logprobs(logits[: len(following)], following, asked)
-            except TamisError as error:
-                # Logits that are no numbers are this request's fault alone.
-                self._end(request, FinishReason.ERROR, error)
-                return
-        if request.prefilled:
+        if chunk.end == len(request.prompt):
+            request.prefilled = True
+            self._counters.add_prompt(request)
             for other in request.samples[1:]:
-                other.table = chunk.sample.table.fork()
+                other.kv = chunk.sample.kv.fork()
 
-    def _fail(self, chunks: list[Chunk], error: BaseException) -> None:
-        for chunk in chunks:
-            self._end(chunk.request, FinishReason.ERROR, error)
+    def _add_prompt_logprobs(self, chunk: Chunk, logits: Tensor) -> None:
+        request, asked = chunk.request, chunk.request.sampling.prompt_logprobs
+        if asked is not None and request.wants_logprobs:
+            following = request.prompt[chunk.end - chunk.num_logits + 1 : chunk.end + 1]
+            request.prompt_logprobs += prompt_logprobs(logits[: len(following)], following, asked)
+
+    def _account(self, chunks: list[Chunk], seconds: float) -> None:
+        """Keep what the step did and what it cost."""
+        self._counters.add_step(chunks, seconds)
+        reading = [chunk for chunk in chunks if chunk.is_prefill]
+        tokens = sum(len(chunk.token_ids) for chunk in reading)
+        seen = sum(len(chunk.token_ids) * (chunk.start + chunk.end) / 2 for chunk in reading)
+        self.pace.observe(
+            replies=len(chunks) - len(reading),
+            prompt_tokens=tokens,
+            context=seen / tokens if tokens else 0.0,
+            seconds=seconds,
+        )
 
     def _end(self, request: RequestState, reason: FinishReason, error: BaseException | None = None) -> None:
         """End every sample of `request` that has not ended."""
         for ending in request.samples:
-            ending.table.reset()
+            if reason is FinishReason.ERROR:
+                ending.kv.discard()
+            else:
+                ending.kv.release()
         for ending in request.samples:
             if ending.finish_reason is None:
                 self._emit(request, ending, None, ending.finish(reason), error=error)
@@ -295,6 +312,8 @@ class Engine:
     def _forget_if_ended(self, request: RequestState) -> None:
         if not request.live and self._requests.pop(request.request_id, None) is not None:
             self.scheduler.remove(request)
+            if not self._shares_prefixes:
+                self.kv.forget(request.salt)
 
     def _emit(
         self,
@@ -318,24 +337,9 @@ class Engine:
         self._events.append(EngineEvent(request.request_id, event, completion, error))
 
 
-@dataclass
-class _Counts:
-    steps: int = 0
-    prefill_tokens: int = 0
-    prefill_seconds: float = 0.0
-    decode_tokens: int = 0
-    decode_seconds: float = 0.0
-    pages_peak: int = 0
-
-    def add(self, chunks: list[Chunk], seconds: float) -> None:
-        prefill = sum(len(chunk.token_ids) for chunk in chunks if chunk.is_prefill)
-        total = sum(len(chunk.token_ids) for chunk in chunks)
-        self.steps += 1
-        self.prefill_tokens += prefill
-        self.prefill_seconds += seconds * prefill / total
-        self.decode_tokens += total - prefill
-        self.decode_seconds += seconds * (total - prefill) / total
+class _Abandoned(Exception):
+    """Nobody needs the step that is being computed."""
 
 
-def _ignore(_tokens: int) -> None:
+def _ignore(_progress: PrefillProgress) -> None:
     """Nobody asked how far the prompt is."""

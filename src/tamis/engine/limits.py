@@ -4,6 +4,7 @@ import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from tamis.engine.grammar import Grammars
 from tamis.engine.sampler import check_token_ids
 from tamis.errors import (
     EmptyPromptError,
@@ -27,12 +28,15 @@ class Limits:
     num_pages: int
     max_num_seqs: int
     has_tokenizer: bool
+    grammars: Grammars | None = None
+    """Where response_format is compiled; None: the model has no tokenizer."""
 
     def check(self, prompt: Sequence[int], sampling: SamplingParams) -> tuple[int, ...]:
         """The prompt as plain ints, once it and `sampling` are known to be runnable.
 
-        Raises EmptyPromptError, TokenRangeError, PromptTooLongError, NeverFitsError, SamplingError, or TokenizerError
-        where stop strings are asked of a model without a tokenizer.
+        Raises EmptyPromptError, TokenRangeError, PromptTooLongError, NeverFitsError, SamplingError, GrammarError, or
+        TokenizerError where stop strings or a form of reply are asked of a model without a tokenizer. To compile a new
+        response_format takes milliseconds, the first one of a model up to a second.
         """
         if not isinstance(sampling, SamplingParams):
             raise RequestError(f"sampling is {type(sampling).__name__}, not SamplingParams")
@@ -90,6 +94,10 @@ class Limits:
         check_token_ids(sampling, self.vocab_size)
         if sampling.stop_strings and not self.has_tokenizer:
             raise TokenizerError("the model has no tokenizer: stop strings cannot be looked for in its output")
+        if self.grammars is not None:
+            self.grammars.check(sampling.response_format)
+        elif sampling.response_format is not None:
+            raise TokenizerError("the model has no tokenizer: its output cannot be held to a response_format")
 
     def _check_length(self, tokens: int) -> None:
         if tokens > self.context_length:

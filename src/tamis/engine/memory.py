@@ -20,8 +20,6 @@ DEFAULT_PAGE_SIZE = 32
 """Tokens a page of a dense model, and at most of a sparse one, when the user names none."""
 MEMORY_SHARE = 0.5
 """Of the memory free after the weights are loaded, what a pool without an explicit budget takes at most."""
-DEFAULT_CONTEXTS = 4
-"""Full contexts that a pool without an explicit budget holds at most."""
 
 
 def available_memory(root: Path = Path("/")) -> int:
@@ -43,30 +41,41 @@ def _cgroup_memory(root: Path) -> Iterator[int]:
     for line in _lines(root / "proc/self/cgroup"):
         _, controllers, path = line.split(":", 2)
         if controllers == "":
-            base, limit, usage, cache = "sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"
+            top, read = root / "sys/fs/cgroup", _free_v2
         elif "memory" in controllers.split(","):
-            base, limit, cache = "sys/fs/cgroup/memory", "memory.limit_in_bytes", "total_inactive_file"
-            usage = "memory.usage_in_bytes"
+            top, read = root / "sys/fs/cgroup/memory", _free_v1
         else:
             continue
-        top = root / base
         group = top / path.lstrip("/")
         # In a container the path may be the host's: then only the mount's own root exists.
         for folder in (group, *group.parents):
-            maximum, used = _number(folder / limit), _number(folder / usage)
-            if maximum is not None and used is not None:
-                yield maximum - used + _reclaimable(folder / "memory.stat", cache)
+            yield from read(folder)
             if folder == top:
                 break
 
 
-def _reclaimable(stat: Path, key: str) -> int:
-    """File cache that the kernel drops before it refuses memory."""
-    for line in _lines(stat):
-        name, _, value = line.partition(" ")
-        if name == key and value.isdigit():
-            return int(value)
-    return 0
+def _free_v2(group: Path) -> Iterator[int]:
+    """Above memory.high the kernel slows the group down until it gives memory back; memory.max it never gives."""
+    used, stat = _number(group / "memory.current"), _statistics(group)
+    limits = (_number(group / "memory.max"), _number(group / "memory.high"))
+    for limit in limits:
+        if limit is not None and used is not None:
+            yield limit - used + stat.get("inactive_file", 0) + stat.get("active_file", 0)
+
+
+def _free_v1(group: Path) -> Iterator[int]:
+    """A limit of a group above, which a container may not see, stands in the group's own statistics."""
+    used, stat = _number(group / "memory.usage_in_bytes"), _statistics(group)
+    limits = (_number(group / "memory.limit_in_bytes"), stat.get("hierarchical_memory_limit"))
+    for limit in limits:
+        if limit is not None and used is not None:
+            yield limit - used + stat.get("total_inactive_file", 0) + stat.get("total_active_file", 0)
+
+
+def _statistics(group: Path) -> dict[str, int]:
+    """memory.stat; its file cache is what the kernel drops before it refuses memory."""
+    pairs = (line.partition(" ") for line in _lines(group / "memory.stat"))
+    return {name: int(value) for name, _, value in pairs if value.isdigit()}
 
 
 def _lines(path: Path) -> list[str]:
@@ -131,7 +140,7 @@ def resolve(engine: EngineConfig, config: ModelConfig) -> EngineConfig:
 
 
 def kv_budget(engine: EngineConfig, layout: KVLayout, context_length: int, available: int) -> int:
-    """Bytes for usable pages: the given budget, else half of `available`, but no more than four full contexts take.
+    """Bytes for usable pages: the given budget, else half of `available`, at most `max_num_seqs` full contexts.
 
     A given budget is taken as it is; where it is more than `available`, that is logged.
     Raises ConfigError naming both numbers where that is less than one page.
@@ -144,7 +153,7 @@ def kv_budget(engine: EngineConfig, layout: KVLayout, context_length: int, avail
                 budget, format_size(budget), available, format_size(available),
             )  # fmt: skip
     else:
-        contexts = DEFAULT_CONTEXTS * -(-context_length // layout.page_size) * layout.bytes_per_page
+        contexts = engine.max_num_seqs * -(-context_length // layout.page_size) * layout.bytes_per_page
         budget, origin = min(int(available * MEMORY_SHARE), contexts), "the memory available for the KV pool"
     if budget < layout.bytes_per_page:
         raise ConfigError(

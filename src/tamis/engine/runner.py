@@ -1,13 +1,14 @@
 """The model's side of a step: a plain batch in, logits out."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from tamis.engine.batch import Batch
-from tamis.engine.signals import SignalGate
 from tamis.kernels import AttentionBatch, Ops, choose_layers, choose_model_ops
 from tamis.kv import SparseKVPool
-from tamis.models.attention import StepContext
+from tamis.models.attention import StepContext, go_on
 from tamis.models.decoder import CausalLM
 from tamis.progress import Progress
 
@@ -35,18 +36,17 @@ class Runner:
         self.device = device
         self.model_ops = choose_model_ops(ops)
         self.layers = choose_layers(ops, self.model_ops)
-        self.signals = SignalGate()
 
     @torch.inference_mode()
-    def run(self, batch: Batch) -> Tensor:
+    def run(self, batch: Batch, before_layer: Callable[[], None] = go_on) -> Tensor:
         """One forward pass: fp32 logits [R, vocab_size], a row for each of `batch.logit_rows`.
 
-        Where `signals` is shut, handlers that wait run between two layers; what they raise comes out here.
+        `before_layer` is called before every layer; what it raises ends the pass and comes out here.
         Raises SlotError, before anything is written, where a slot lies outside the pool.
         """
         slots = self.pool.check_loc(self._ints(batch.slots))
         step = StepContext(self.pool, self.ops, attention_batch(batch, self.device), slots, self.model_ops,
-                           self.layers, self.signals.deliver)  # fmt: skip
+                           self.layers, before_layer)  # fmt: skip
         logits: Tensor = self.model(self._ints(batch.token_ids), step, self._ints(batch.logit_rows))
         return logits
 

@@ -1,8 +1,9 @@
 """The next token of every row of a batch.
 
 A row's steps, in this order: log-probabilities (from the logits as they are), logit_bias, repetition, frequency and
-presence penalties; then either the most probable token, or temperature, top_k, top_p, min_p and a draw. All of it
-happens on that row alone, in memory of its own, with its own random numbers: what else is in the batch changes no bit.
+presence penalties, what the reply's grammar rules out; then either the most probable token, or temperature, top_k,
+top_p, min_p and a draw. All of it happens on that row alone, in memory of its own, with its own random numbers: what
+else is in the batch changes no bit.
 """
 
 import random
@@ -12,12 +13,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tamis.engine.grammar import Constraint
 from tamis.engine.logprobs import broken_logits, keep_largest, prompt_logprobs, token_logprobs
 from tamis.errors import KernelInputError, SamplingError, TamisError, TokenRangeError
 from tamis.request import SamplingParams, TokenLogprobs
 
 __all__ = ["Sampled", "SamplerRow", "check_token_ids", "prompt_logprobs", "sample"]
 
+_NO_TOKEN = "logit_bias leaves no token: every one that the model allows has a bias of -inf"
+_NO_TOKEN_IN_GRAMMAR = "logit_bias leaves no token: every one that model and grammar allow has a bias of -inf"
 _FIRST_GUESS = 1024
 """Tokens that top_p looks at before it sorts the whole vocabulary."""
 
@@ -35,17 +39,25 @@ class SamplerRow:
     """What sampling keeps of one completion: its parameters, the tokens it has seen, its random numbers.
 
     `index` tells the `n` completions of a request apart. Without a seed the random numbers start from the operating
-    system's entropy. `observe` must be told every generated token that the completion keeps.
+    system's entropy. `constraint` belongs to this completion alone; None: any text. `observe` must be told every
+    generated token that the completion keeps.
     """
 
-    def __init__(self, params: SamplingParams, prompt_ids: Sequence[int] = (), index: int = 0) -> None:
-        self.params = params
+    def __init__(
+        self,
+        params: SamplingParams,
+        prompt_ids: Sequence[int] = (),
+        index: int = 0,
+        constraint: Constraint | None = None,
+    ) -> None:
+        self.params, self.constraint = params, constraint
         self.counts: dict[int, int] = {}
         """How often each token was generated."""
         self._random = random.Random() if params.seed is None else random.Random(_mix(params.seed, index))
         penalised = params.repetition_penalty != 1
         self._repeated = dict.fromkeys(prompt_ids) if penalised else {}
-        self.plain = params.greedy and params.logprobs is None and not params.biases and not self.has_penalties
+        changed = params.biases or self.has_penalties or constraint is not None
+        self.plain = params.greedy and params.logprobs is None and not changed
 
     @property
     def has_penalties(self) -> bool:
@@ -56,6 +68,13 @@ class SamplerRow:
     def observe(self, token_id: int) -> None:
         """Count a generated token."""
         self.counts[token_id] = self.counts.get(token_id, 0) + 1
+        if self.constraint is not None:
+            self.constraint.accept(token_id)
+
+    @property
+    def done(self) -> bool:
+        """Whether the completion is all that its grammar allows: no token may follow."""
+        return self.constraint is not None and self.constraint.done
 
     def repeated_ids(self) -> list[int]:
         """Ids of the prompt and of what was generated."""
@@ -70,7 +89,8 @@ def sample(logits: Tensor, rows: Sequence[SamplerRow]) -> list[Sampled | TamisEr
     """The next token of each row: `logits` [R, V], fp32 (unchanged), against R `rows`.
 
     Where a row cannot be sampled, its entry is the error to end that completion with, and the others are not affected:
-    LogitsError where its logits hold NaN or +inf or nothing finite, SamplingError where its logit_bias leaves no token.
+    LogitsError where its logits hold NaN or +inf or nothing finite, SamplingError where its logit_bias leaves no token,
+    GrammarError where its grammar cannot be followed any further.
     Greedy ties go to the lowest id.
     """
     if logits.dim() != 2 or len(logits) != len(rows):
@@ -124,9 +144,9 @@ def _sample_row(logits: Tensor, row: SamplerRow) -> Sampled:
 
 
 def _adjusted(raw: Tensor, row: SamplerRow) -> Tensor:
-    """The logits after bias and penalties (vLLM's definitions), fp32 [V]; `raw` stays as it is."""
+    """The logits after bias, penalties (vLLM's definitions) and grammar, fp32 [V]; `raw` stays as it is."""
     params = row.params
-    if not params.biases and not row.has_penalties:
+    if not params.biases and not row.has_penalties and row.constraint is None:
         return raw
     logits = raw.clone()
     if params.biases:
@@ -142,9 +162,11 @@ def _adjusted(raw: Tensor, row: SamplerRow) -> Tensor:
     if row.counts and (params.frequency_penalty or params.presence_penalty):
         counts = torch.tensor(list(row.counts.values()), dtype=torch.float32, device=raw.device)
         logits[_ids(list(row.counts), raw)] -= params.frequency_penalty * counts + params.presence_penalty
+    if row.constraint is not None:
+        row.constraint.mask(logits)
     highest = logits.max()
     if highest == -torch.inf:
-        raise SamplingError("logit_bias leaves no token: every one that the model allows has a bias of -inf")
+        raise SamplingError(_NO_TOKEN if row.constraint is None else _NO_TOKEN_IN_GRAMMAR)
     if highest.isnan():
         raise SamplingError(f"repetition_penalty={params.repetition_penalty} leaves logits that are no numbers")
     return logits

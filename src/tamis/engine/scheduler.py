@@ -1,15 +1,24 @@
-"""Which tokens the next step computes. Arithmetic only: pages are counted here and handed out in `engine.py`.
+"""Which tokens the next step computes, and who has to wait or make room.
 
-Requests wait in the order they came and the first is never overtaken. A request is admitted when the pages it can need
-at most are not promised to others, so that a running request never runs out.
+Requests run in the order they came and none is overtaken. One is admitted when there are pages for its prompt and a
+little more, not for all that it may generate; when pages run out, what nobody uses is evicted first, and then the
+youngest request is retracted: its pages go to the prefix cache, and it goes on later from whatever is left of them.
+The oldest is never retracted, so that somebody always gets on.
 """
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 
 from tamis.engine.limits import Limits
+from tamis.engine.pace import StepPace
 from tamis.engine.sequence import RequestState, Sample
+from tamis.kv import KVManager
+
+RESERVE_PAGES = 2
+"""What a reply must have room to grow by when its request is admitted."""
+SHARING_PROMPTS = 4
+"""So many prompts at least are computed side by side; more where each gets a page's worth of tokens a step."""
 
 
 @dataclass(frozen=True)
@@ -24,36 +33,38 @@ class Chunk:
     num_logits: int
     """The last so many tokens' logits are wanted."""
     receivers: tuple[Sample, ...]
-    """Who gets a next token from the last token's logits: none within a prompt, all samples at its end."""
+    """Who gets a next token from the last token's logits: all samples at the prompt's end, none within a prompt."""
+    is_prefill: bool
+    """Not the one token that a running reply is continued from."""
 
     @property
-    def is_prefill(self) -> bool:
-        """Whether these are prompt tokens."""
-        return self.start < len(self.request.prompt)
+    def end(self) -> int:
+        """Position behind the last token."""
+        return self.start + len(self.token_ids)
+
+
+Turn = tuple[RequestState, Sample]
+"""A sample that can go on."""
 
 
 class Scheduler:
-    """First come, first served: decodes first, then prompt chunks, under a budget of tokens a step."""
+    """First come, first served: running replies first, then prompts, side by side, under a budget of tokens a step."""
 
-    def __init__(self, limits: Limits, *, max_batch_tokens: int) -> None:
-        self.limits = limits
+    def __init__(self, limits: Limits, kv: KVManager, pace: StepPace, *, max_batch_tokens: int) -> None:
+        self.limits, self.kv, self.pace = limits, kv, pace
         self.max_batch_tokens = max_batch_tokens
         self.waiting: deque[RequestState] = deque()
+        """In the order they came; those that were retracted stand before all others, being older."""
         self.running: list[RequestState] = []
+        """Oldest first."""
+        self.retractions = 0
+        """Requests that had to give their pages up and wait again, so far."""
         self._turn = 0
 
     @property
     def has_work(self) -> bool:
         """Whether a request waits or runs."""
         return bool(self.waiting or self.running)
-
-    @property
-    def promised_pages(self) -> int:
-        """Pages that running requests hold or may still need."""
-        return sum(self._pages(request) for request in self.running)
-
-    def _pages(self, request: RequestState) -> int:
-        return self.limits.pages_needed(len(request.prompt), request.max_length, request.live)
 
     def add(self, request: RequestState) -> None:
         """Queue a request, which must be one that fits the pool."""
@@ -67,53 +78,185 @@ class Scheduler:
             self.waiting.remove(request)
 
     def schedule(self) -> list[Chunk]:
-        """The next step: at most `max_batch_tokens` tokens, decodes first. Empty only where there is no work."""
-        chunks = self._decodes()
-        budget = self.max_batch_tokens - len(chunks)
-        requests = self._prefilling()
-        # The budget is looked at first: asking for one more request may admit it.
-        while budget > 0 and (request := next(requests, None)) is not None:
-            chunk = _prompt_chunk(request, budget)
-            budget -= len(chunk.token_ids)
-            chunks.append(chunk)
-        return chunks
+        """The next step: at most `max_batch_tokens` tokens, and pages for all of them. Empty only without work."""
+        # First what running requests find in the cache: it locks pages that could have been evicted for others.
+        readers = _Readers(self.kv.page_size)
+        for request in self.running:
+            readers.add(request)
+        admit = self._make_room()
+        readers.keep(self.running)
+        replies = self._replies()
+        budget = self._prompt_budget(replies, readers)
+        if admit and budget > 0:
+            self._admit(readers, max(SHARING_PROMPTS, budget // self.kv.page_size))
+            budget = self._prompt_budget(replies, readers)
+        pages = self.kv.available - sum(sample.kv.table.pages_needed(1) for _, sample in replies)
+        return [_chunk(*reply, 1) for reply in replies] + self._prompt_chunks(readers.turns, budget, max(0, pages))
 
-    def _decodes(self) -> list[Chunk]:
-        ready = [(r, s) for r in self.running if r.prefilled for s in r.samples if s.finish_reason is None]
+    def _prompt_budget(self, replies: list[Turn], readers: "_Readers") -> int:
+        """Prompt tokens of this step: what the replies leave of its tokens, and of its time."""
+        budget = self.max_batch_tokens - len(replies)
+        most = self.pace.prompt_tokens(readers.context) if replies else None
+        return budget if most is None else min(budget, most)
+
+    def _make_room(self) -> bool:
+        """Retract the youngest until every reply, and the oldest request, can go on; False where some had to."""
+        retracted = self.retractions
+        while len(self.running) > 1 and self._pages_to_go_on() > self.kv.available:
+            self._retract(self.running[-1])
+        return retracted == self.retractions
+
+    def _pages_to_go_on(self) -> int:
+        turns = self._ready()
+        oldest = _next_to_read(self.running[0])
+        if oldest is not None:
+            turns.append((self.running[0], oldest))
+        return sum(sample.kv.table.pages_needed(1) for _, sample in turns)
+
+    def _retract(self, request: RequestState) -> None:
+        for sample in request.samples:
+            sample.kv.release()
+        self.running.remove(request)
+        self.waiting.appendleft(request)
+        self.retractions += 1
+
+    def _ready(self) -> list[Turn]:
+        """The running replies."""
+        return [(r, s) for r in self.running if r.prefilled for s in _live(r) if r.pending(s) == 1]
+
+    def _replies(self) -> list[Turn]:
+        ready = self._ready()
         if len(ready) > self.max_batch_tokens:
             # More replies than tokens a step: take turns, so that none waits for another to end.
             first = self._turn % len(ready)
             ready = (ready[first:] + ready[:first])[: self.max_batch_tokens]
             self._turn = first + len(ready)
-        return [
-            Chunk(request, sample, (sample.token_ids[-1],), request.position(sample), 1, (sample,))
-            for request, sample in ready
-        ]
+        return ready
 
-    def _prefilling(self) -> Iterator[RequestState]:
-        """Running requests with prompt tokens left, then waiting ones, admitted as the caller takes them."""
-        yield from [request for request in self.running if not request.prefilled]
-        while self.waiting and self._may_run(self.waiting[0]):
+    def _admit(self, readers: "_Readers", most: int) -> None:
+        """Let waiting requests run, in their order, as long as there is room and fewer than `most` prompts are read."""
+        while self.waiting and len(readers.turns) < most and self._may_run(self.waiting[0]):
             request = self.waiting.popleft()
             self.running.append(request)
-            yield request
+            readers.add(request)
 
     def _may_run(self, request: RequestState) -> bool:
-        seqs = request.live + sum(other.live for other in self.running)
-        pages = self.promised_pages + self._pages(request)
-        return seqs <= self.limits.max_num_seqs and pages <= self.limits.num_pages
+        if not self.running:
+            return True  # it fits the pool, and nobody else holds any of it
+        if sum(other.live for other in self.running) + request.live > self.limits.max_num_seqs:
+            return False
+        sample = next(iter(_live(request)))
+        found = sample.kv.find(request.tokens(sample), request.readable(sample))
+        taken = self._pages_soon(request) - sum(node.users > 0 for node in found)
+        promised = sum(max(0, self._pages_soon(other) - _pages_held(other)) for other in self.running)
+        return taken <= self.kv.available - promised
+
+    def _pages_soon(self, request: RequestState) -> int:
+        """Pages of all that is known of a request, and of what its replies must have room for."""
+        size = self.kv.page_size
+        shared = len(request.prompt) // size
+        pages = shared
+        for sample in _live(request):
+            length = min(request.total(sample) + RESERVE_PAGES * size, request.max_length - 1)
+            pages += -(-length // size) - shared
+        return pages
+
+    def _prompt_chunks(self, turns: list[Turn], budget: int, pages: int) -> list[Chunk]:
+        """Chunks of the prompts whose turn it is, as far as `budget` tokens and `pages` pages go."""
+        chunks = []
+        shares = fair_shares([request.pending(sample) for request, sample in turns], max(0, budget))
+        for (request, sample), share in zip(turns, shares, strict=True):
+            table = sample.kv.table
+            begun = -table.length % self.kv.page_size
+            tokens = min(share, begun + pages * self.kv.page_size)
+            if tokens:
+                pages -= table.pages_needed(tokens)
+                chunks.append(_chunk(request, sample, tokens))
+        return chunks
 
 
-def _prompt_chunk(request: RequestState, budget: int) -> Chunk:
-    start = request.computed
-    end = min(len(request.prompt), start + budget)
-    last = end == len(request.prompt)
-    wants_all = request.sampling.prompt_logprobs is not None
+class _Readers:
+    """The samples that read on in one step, oldest first."""
+
+    def __init__(self, page_size: int) -> None:
+        self.turns: list[Turn] = []
+        self._page_size = page_size
+        self._in_work: set[Hashable] = set()
+
+    def add(self, request: RequestState) -> None:
+        """Read what the cache has by now; wait where somebody else is just computing what comes next."""
+        sample = _next_to_read(request)
+        if sample is None:
+            return
+        tokens, limit = request.tokens(sample), request.readable(sample)
+        if sample.kv.adopt(tokens, limit) and not request.prefilled and sample.kv.length > request.processed:
+            # What a request computed itself before it was retracted is no hit.
+            request.cached_tokens += sample.kv.length - request.processed
+            request.processed = sample.kv.length
+        path = sample.kv.path
+        start = len(path) * self._page_size
+        page = (path[-1] if path else request.salt, tokens(start, start + self._page_size))
+        if start + self._page_size <= limit and page in self._in_work:
+            return
+        self._in_work.add(page)
+        self.turns.append((request, sample))
+
+    def keep(self, running: list[RequestState]) -> None:
+        """Forget those that do not run any more, and those for which the cache had all: they are replies again."""
+        self.turns = [(r, s) for r, s in self.turns if r in running and _next_to_read(r) is s]
+
+    @property
+    def context(self) -> float:
+        """Tokens that a reader has read so far, on average."""
+        return sum(sample.kv.length for _, sample in self.turns) / len(self.turns) if self.turns else 0.0
+
+
+def fair_shares(wanted: list[int], budget: int) -> list[int]:
+    """`budget` divided: to each what it wants, or as much as to anybody else. Of less than 1 each, the first has 1."""
+    shares = [0] * len(wanted)
+    if not wanted or not budget:
+        return shares
+    shares[0], left = 1, budget - 1
+    # Smallest first: what they leave of an even share is for the others.
+    order = sorted(range(len(wanted)), key=lambda place: wanted[place])
+    for done, place in enumerate(order):
+        more = min(wanted[place] - shares[place], left // (len(order) - done))
+        shares[place] += more
+        left -= more
+    return shares
+
+
+def _live(request: RequestState) -> Iterable[Sample]:
+    return [sample for sample in request.samples if sample.finish_reason is None]
+
+
+def _next_to_read(request: RequestState) -> Sample | None:
+    """The sample that has more than its next token to compute.
+
+    One at a time: the others of a request that was retracted then find its prompt in the tree, and need no more pages
+    than they had when they shared it.
+    """
+    if not request.prefilled:
+        return request.samples[0]
+    return next((sample for sample in _live(request) if request.pending(sample) > 1), None)
+
+
+def _pages_held(request: RequestState) -> int:
+    return len({page for sample in request.samples for page in sample.kv.table.pages})
+
+
+def _chunk(request: RequestState, sample: Sample, size: int) -> Chunk:
+    start = sample.kv.length
+    end = start + size
+    last = end == request.total(sample)
+    first_logit = max(start, len(request.prompt_logprobs) - 1) if request.wants_logprobs else end
+    receivers = (sample,) if request.prefilled else tuple(request.samples)
     return Chunk(
         request,
-        request.samples[0],
-        request.prompt[start:end],
+        sample,
+        request.tokens(sample)(start, end),
         start,
-        num_logits=end - start if wants_all else int(last),
-        receivers=tuple(request.samples) if last else (),
+        num_logits=max(end - first_logit, int(last)),
+        receivers=receivers if last else (),
+        is_prefill=not (request.prefilled and size == 1 and last),
     )

@@ -1,20 +1,22 @@
 """What the engine keeps of a request while it waits and runs."""
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
 from tamis.engine.detokenizer import Detokenizer
 from tamis.engine.sampler import Sampled, SamplerRow
-from tamis.kv import PageTable
-from tamis.request import Completion, FinishReason, SamplingParams, TokenLogprobs, Usage
+from tamis.kv import KVSequence, Tokens
+from tamis.request import Completion, FinishReason, PrefillProgress, SamplingParams, TokenLogprobs, Usage
 
 
 @dataclass(eq=False)
 class Sample:
-    """One of a request's `n` completions in the making; owns its page table and so its pages."""
+    """One of a request's `n` completions in the making; owns its sequence in the pool and so its pages."""
 
     index: int
-    table: PageTable
+    kv: KVSequence
+    """What is computed of its prompt and tokens; nothing while it waits, and again once it was retracted."""
     row: SamplerRow
     detokenizer: Detokenizer | None
     """None where the model has no tokenizer: the text stays empty."""
@@ -43,6 +45,8 @@ class Sample:
         self.texts.append(text)
         if self._stop_string() is not None:
             self.stop_reason, self.finish_reason = self._stop_string(), FinishReason.STOP
+        elif self.row.done:
+            text += self.finish(FinishReason.STOP)
         elif len(self.token_ids) == self.max_tokens:
             text += self.finish(FinishReason.LENGTH)
         return text
@@ -72,29 +76,66 @@ class RequestState:
     """Prompt and output together at most, never more than the context."""
     samples: list[Sample]
     """`n` of them; the first computes the prompt, the others start from its pages."""
-    on_prefill: Callable[[int], None]
-    """Told how many prompt tokens a step computed."""
-    computed: int = 0
-    """Prompt tokens in the pool."""
+    salt: Hashable
+    """Prefixes are shared with requests of the same salt."""
+    on_prefill: Callable[[PrefillProgress], None]
+    """Told how far the prompt is, after each step that computed some of it."""
+    cancelled: bool = False
+    """Nobody waits for it any more. Any thread may set this; `Engine.abort` must follow."""
+    started: float = 0.0
+    """When the prompt's first step began."""
+    prefilled: bool = False
+    """Whether the prompt was computed to its end, so that every sample has its first token."""
+    processed: int = 0
+    """Prompt tokens that were in the pool at most."""
+    cached_tokens: int = 0
+    """Of these, tokens that the prefix cache had."""
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=lambda: [None])
-
-    @property
-    def prefilled(self) -> bool:
-        """Whether the whole prompt is in the pool."""
-        return self.computed == len(self.prompt)
+    """Of the prompt's first tokens, as many as were computed with the one after them; None for the first."""
 
     @property
     def live(self) -> int:
         """Samples that have not ended."""
         return sum(sample.finish_reason is None for sample in self.samples)
 
-    def position(self, sample: Sample) -> int:
-        """Where the last generated token of `sample` stands."""
-        return len(self.prompt) + len(sample.token_ids) - 1
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether log-probabilities of prompt tokens are still missing."""
+        return self.sampling.prompt_logprobs is not None and len(self.prompt_logprobs) < len(self.prompt)
+
+    def total(self, sample: Sample) -> int:
+        """Tokens of prompt and `sample`; the last one's successor is what it waits for."""
+        return len(self.prompt) + len(sample.token_ids)
+
+    def pending(self, sample: Sample) -> int:
+        """Tokens that are to be computed before the next one can be sampled: 1 while a reply runs."""
+        return self.total(sample) - sample.kv.length
+
+    def readable(self, sample: Sample) -> int:
+        """Tokens that may come from the prefix cache: never the last, nor those whose log-probabilities are missing."""
+        least = self.total(sample) - 1
+        return min(least, len(self.prompt_logprobs) - 1) if self.wants_logprobs else least
+
+    def tokens(self, sample: Sample) -> Tokens:
+        """The tokens of prompt and `sample`, by position."""
+        prompt, reply = self.prompt, sample.token_ids
+
+        def between(start: int, end: int) -> tuple[int, ...]:
+            size = len(prompt)
+            if end <= size:
+                return prompt[start:end]
+            return prompt[start:] + tuple(reply[max(0, start - size) : end - size])
+
+        return between
+
+    def progress(self) -> PrefillProgress:
+        """How far the prompt is."""
+        elapsed = time.perf_counter() - self.started
+        return PrefillProgress(len(self.prompt), self.cached_tokens, self.processed, elapsed)
 
     def usage(self, sample: Sample) -> Usage:
         """Token counts of `sample`."""
-        return Usage(prompt_tokens=len(self.prompt), completion_tokens=len(sample.token_ids))
+        return Usage(len(self.prompt), len(sample.token_ids), self.cached_tokens)
 
     def completion(self, sample: Sample) -> Completion:
         """The result of `sample`, which has ended."""

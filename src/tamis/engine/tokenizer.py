@@ -96,6 +96,10 @@ class Tokenizer:
         """Whether the model has a template for plain chats."""
         return "default" in self._templates.templates
 
+    def chat_template(self, *, tools: bool = False) -> str | None:
+        """The text of the model's chat template, with or without tools; None where it has none."""
+        return self._templates.source(tools=tools)
+
     @cached_property
     def vocab_size(self) -> int:
         """One more than the highest token id. The model's own vocabulary may be padded beyond it."""

@@ -16,6 +16,7 @@ TamisError
 ├── TokenizerError (ValueError)             tokenizer or chat template missing, unknown or failing
 ├── RequestError (ValueError)               a request that cannot be run, refused before any work
 │   ├── SamplingError                       a sampling parameter out of its range
+│   ├── GrammarError                        a schema or grammar that cannot be compiled or followed
 │   ├── EmptyPromptError
 │   ├── TokenRangeError                     token id outside the vocabulary
 │   ├── PromptTooLongError                  prompt that leaves no room in the model's context
@@ -37,7 +38,10 @@ TamisError
 ├── TransferError (RuntimeError)            a layer load failed, was abandoned or timed out
 ├── KernelInputError (ValueError)           operands of a kernel do not fit together
 ├── KernelFailedError (RuntimeError)        a compiled kernel raised
-└── EngineClosedError (RuntimeError)        used after close()
+├── QueueFullError (RuntimeError)           as many requests wait as may; try again later
+├── EngineClosedError (RuntimeError)        used after close()
+├── EngineDeadError (RuntimeError)          the engine's thread ended on an error; the message gives the reason
+└── RemoteError (RuntimeError)              a server does not answer, or not as OpenAI's API says
 
 Foreign errors (safetensors, gguf, tokenizers, pip) are mapped to these once, where the library is called.
 """
@@ -105,6 +109,10 @@ class RequestError(TamisError, ValueError):
 
 class SamplingError(RequestError):
     """A sampling parameter is out of its range."""
+
+
+class GrammarError(RequestError):
+    """A schema or grammar for structured output cannot be compiled, or became too complex to follow."""
 
 
 class EmptyPromptError(RequestError):
@@ -193,3 +201,15 @@ class KernelFailedError(TamisError, RuntimeError):
 
 class EngineClosedError(TamisError, RuntimeError):
     """The engine was used after close()."""
+
+
+class QueueFullError(TamisError, RuntimeError):
+    """As many requests wait as may."""
+
+
+class EngineDeadError(TamisError, RuntimeError):
+    """The engine's thread ended on an error that it could not go on after."""
+
+
+class RemoteError(TamisError, RuntimeError):
+    """A server that was asked does not answer, or not as OpenAI's API says."""

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tamis.errors import ConfigError, SlotError
+from tamis.errors import ConfigError, PageError, SlotError
 from tamis.kv.allocator import PageAllocator
 from tamis.kv.pool import SparseKVPool
 
@@ -37,17 +37,22 @@ class PageTable:
         """Tokens."""
         return self._length
 
+    def pages_needed(self, n: int) -> int:
+        """Free pages that appending `n` tokens takes."""
+        _check_tokens("append", n, None)
+        missing = -(-(self._length + n) // self._page_size) - len(self._pages)
+        return missing + (self._must_copy_last() and n > 0)
+
     def append(self, n: int) -> Tensor:
         """Make room for `n` more tokens; their slots, int64 [n], on the pool's device.
 
         Raises OutOfPagesError, or TransferError where a shared page could not be copied; nothing has changed then.
         """
-        _check_tokens("append", n, None)
+        needed = self.pages_needed(n)
         slots_needed = self._length + n
-        missing = -(-slots_needed // self._page_size) - len(self._pages)
         copied = self._must_copy_last() and n > 0
         after = self._pages[-1] if self._pages and not copied else None
-        fresh = self._allocator.allocate(missing + copied, after)
+        fresh = self._allocator.allocate(needed, after)
         if copied:
             self._replace_last(fresh)
         self._pages += fresh[copied:]
@@ -62,6 +67,22 @@ class PageTable:
         twin._pages = list(self._pages)
         twin._length = self._length
         return twin
+
+    def adopt(self, pages: Sequence[int]) -> None:
+        """Go on with full pages that others hold too. Raises SlotError in the middle of a page, PageError."""
+        if self._length % self._page_size:
+            raise SlotError(f"{self._length} tokens do not end with a page of {self._page_size}: none can be adopted")
+        self._allocator.share(pages)
+        self._pages += pages
+        self._length += len(pages) * self._page_size
+
+    def replace(self, place: int, page: int) -> None:
+        """Hold `page`, which others hold and which says the same, instead of the page at `place`. Raises PageError."""
+        if not 0 <= place < len(self._pages):
+            raise PageError(f"place={place} is not one of the {len(self._pages)} pages of the table")
+        self._allocator.share([page])
+        self._allocator.free([self._pages[place]])
+        self._pages[place] = page
 
     def trim(self, tokens: int) -> None:
         """Drop the last `tokens` tokens and the pages left empty. Raises SlotError for more than `length`."""

@@ -17,7 +17,7 @@ from tamis.kv import SlotIds, SparseKVPool
 from tamis.models.layers import RMSNorm
 
 
-def _go_on() -> None:
+def go_on() -> None:
     """Nobody wants to end the step."""
 
 
@@ -34,7 +34,7 @@ class StepContext:
     """For everything but attention."""
     layers: LayerRunner | None = None
     """Runs whole layers in a piece, where it can."""
-    before_layer: Callable[[], None] = _go_on
+    before_layer: Callable[[], None] = go_on
     """Called before every layer; what it raises ends the step (Ctrl-C, which must not strike in a kernel)."""
 
 

@@ -1,0 +1,148 @@
+"""`tamis serve` as a process of its own, with the built-in model, and the README's requests to it."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from support.cli import invoke
+from support.serving import eventually, write_byte_model
+
+README = (Path(__file__).parents[2] / "README.md").read_text()
+SERVE = [sys.executable, "-m", "tamis.cli", "serve", "--port", "0", "--threads", "1"]
+READY = re.compile(r"tamis serves (\S+) at (http://127\.0\.0\.1:\d+): layers (.+); ([\d,]+) tokens fit\n")
+
+
+Command = tuple[subprocess.Popen[str], re.Match[str]]
+"""A process and its ready line."""
+
+
+@contextmanager
+def running(*arguments: str, env: dict[str, str] | None = None) -> Iterator[Command]:
+    process = subprocess.Popen([*SERVE, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        ready = READY.fullmatch(line)
+        assert ready is not None, line or process.communicate()[1]
+        yield process, ready
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.fixture(scope="module")
+def builtin() -> Iterator[str]:
+    """The URL of a server with the built-in model."""
+    with running("--kv-budget", "64MiB", "--quiet") as (_, ready):
+        assert (ready[1], ready[3]) == ("smollm2-135m", "30 dense")
+        assert int(ready[4].replace(",", "")) == (64 << 20) // (30 * 2 * 3 * 64 * 2) // 32 * 32
+        yield ready[2]
+
+
+def requests() -> list[str]:
+    """The README's curl commands."""
+    block = re.search(r"^```sh\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+    assert block is not None
+    return [command.strip() for command in block[1].split("\n\n")]
+
+
+def test_there_are_requests_to_try() -> None:
+    assert len(requests()) == 7
+    assert all(command.startswith("curl ") for command in requests())
+
+
+@pytest.mark.parametrize("command", requests())
+def test_the_requests_of_the_readme_work(builtin: str, command: str) -> None:
+    assert shutil.which("curl"), "the README's examples need curl"
+    shown = command.replace("http://127.0.0.1:8000", builtin)
+    done = subprocess.run(["bash", "-c", shown], capture_output=True, text=True, timeout=60, check=True)
+    if "-N" in command:
+        events = [line[6:] for line in done.stdout.splitlines() if line]
+        assert events[-1] == "[DONE]"
+        assert json.loads(events[-2])["usage"]["completion_tokens"] > 5
+        return
+    reply = json.loads(done.stdout)
+    assert "error" not in reply
+    if "capital of France" in command:
+        assert "Paris" in reply["choices"][0]["message"]["content"]
+    elif "json_schema" in command:
+        assert set(json.loads(reply["choices"][0]["message"]["content"])) == {"city", "country"}
+    elif "tools" in command:
+        (call,) = reply["choices"][0]["message"]["tool_calls"]
+        assert json.loads(call["function"]["arguments"])["city"]
+
+
+def test_it_ends_on_sigterm_with_a_log_line_for_each_request(tmp_path: Path) -> None:
+    path = write_byte_model(tmp_path / "model")
+    with running(str(path), "--kv-budget", "4MiB", "--name", "tiny", env=_environment("k")) as (process, ready):
+        assert (ready[1], ready[3]) == ("tiny", "2 dense")
+        assert httpx.get(f"{ready[2]}/v1/models").status_code == 401
+        headers = {"authorization": "Bearer k", "x-request-id": "mine-1"}
+        assert httpx.get(f"{ready[2]}/v1/models", headers=headers).json()["data"][0]["id"] == "tiny"
+        process.send_signal(signal.SIGTERM)
+        out, err = process.communicate(timeout=30)
+    assert process.returncode == 0
+    assert out == ""
+    assert re.search(r"GET /v1/models 401 [\d.]+s req-\w+$", err, re.MULTILINE)
+    assert re.search(r"GET /v1/models 200 [\d.]+s mine-1$", err, re.MULTILINE)
+
+
+def test_a_second_ctrl_c_does_not_wait_for_replies(tmp_path: Path) -> None:
+    path = write_byte_model(tmp_path / "model", context=200_000)
+    body = {"prompt": "x", "max_tokens": 150_000, "ignore_eos": True, "stream": True}
+    with running(str(path), "--kv-budget", "64MiB", "--drain", "1000") as (process, ready):
+        with httpx.stream("POST", f"{ready[2]}/v1/completions", json=body, timeout=30) as reply:
+            lines = reply.iter_lines()
+            assert next(lines).startswith("data: ")
+            process.send_signal(signal.SIGINT)
+            eventually(lambda: _refuses(ready[2]))
+            process.send_signal(signal.SIGINT)
+            process.wait(timeout=30)
+        assert process.returncode == 0
+
+
+def _refuses(url: str) -> bool:
+    try:
+        httpx.get(f"{url}/health", timeout=5)
+    except httpx.ConnectError:
+        return True
+    return False
+
+
+def _environment(key: str) -> dict[str, str]:
+    return {**os.environ, "TAMIS_API_KEY": key}
+
+
+def test_a_port_in_use_is_an_error_in_one_line_before_anything_is_loaded(builtin: str) -> None:
+    port = builtin.rpartition(":")[2]
+    result = invoke("serve", "nowhere/at-all", "--port", port)
+    assert (result.code, result.out) == (2, "")
+    assert result.err == f"error: cannot listen on 127.0.0.1 port {port}: Address already in use\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--host", "no such host"], "host='no such host' is not an address of this machine"),
+        (["--max-body", "lots"], "size 'lots'"),
+        (["--api-key", " "], "API key"),
+        (["--cors-origin", "x"], "cors_origin='x'"),
+        (["--drain", "-1"], "drain=-1.0"),
+        (["--port", "70000"], "port=70000"),
+    ],
+)
+def test_settings_out_of_range_are_one_line(arguments: list[str], words: str) -> None:
+    result = invoke("serve", *arguments)
+    assert (result.code, result.out) == (2, "")
+    assert words in result.err
+    assert result.err.count("\n") == 1
