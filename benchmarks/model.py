@@ -206,7 +206,20 @@ def main() -> None:
             print(f"prefill and {DECODED} tokens: layers {spent}")
             results.append(result)
         peak = memory("VmHWM") - before
-    print(json.dumps({"benchmark": "model", "limits": found, "peak_growth_mib": peak / 2**20, "results": results}))
+    print(
+        json.dumps(
+            without_nan({"benchmark": "model", "limits": found, "peak_growth_mib": peak / 2**20, "results": results})
+        )
+    )
+
+
+def without_nan(value: Any) -> Any:
+    """`value` with None for every NaN, which JSON does not have."""
+    if isinstance(value, dict):
+        return {key: without_nan(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [without_nan(item) for item in value]
+    return None if isinstance(value, float) and math.isnan(value) else value
 
 
 def load_transformers(path: str) -> object:

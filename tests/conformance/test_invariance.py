@@ -8,8 +8,10 @@ from torch import Tensor
 
 from support import spellings, tiny
 from support.running import PoolRun, chunked_logits, greedy, greedy_together, random_ids
+from tamis.config import LayerKind
 from tamis.kernels import Ops, ReferenceOps
 from tamis.kernels.cpu.ops import CpuOps
+from tamis.kv import SparseKVPool
 from tamis.models import load_config
 from tamis.models.decoder import CausalLM
 from tamis.models.hub import ModelSource
@@ -100,3 +102,19 @@ def test_greedy_tokens_do_not_depend_on_page_or_chunk_or_company(
     model: CausalLM, ops: Ops, prompts: list[list[int]], alone: list[list[int]], page_size: int, chunk: int
 ) -> None:
     assert greedy_together(model, prompts, STEPS, page_size, chunk, ops) == alone
+
+
+def test_picks_pass_through_a_pool_whose_blocks_may_live_elsewhere(
+    model: CausalLM, ops: Ops, ids: list[int], wanted: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+
+    def make_resident(pool: SparseKVPool, layer_id: int, picks: Tensor) -> Tensor:
+        asked.append(layer_id)
+        return picks
+
+    monkeypatch.setattr(SparseKVPool, "all_resident", False)
+    monkeypatch.setattr(SparseKVPool, "make_resident", make_resident)
+    same(chunked_logits(model, ids, [LENGTH], 16, ops), wanted)
+    sparse = [layer for layer, kind in enumerate(model.config.layer_kinds) if kind is not LayerKind.DENSE]
+    assert asked == sparse
