@@ -1,10 +1,13 @@
-"""Products of many rows with bf16 weights on matrix tiles: for rows that chose different experts all in one call.
+"""Products of many rows with weights on matrix tiles: for rows that chose different experts all in one call.
 
 torch packs the weights anew at every call and wakes a sleeping thread for it; for the hundred rows of an expert that is
 most of the time. Here the rows are packed once, as right operands; then a work item takes 32 weight rows, copies them
 tile by tile as left operands (in place their rows would fall on a few cache sets), and multiplies them with all rows
-of a group. Shapes: x [T, K], weights [N, K] or one such after the other, out [T, N], all bf16.
+of a group. Quantised weights become bf16 on the way, in the first-level cache: expanded in memory, a model is read and
+written several times over for every step. Shapes: x [T, K], weights [N, K] or one such after the other, out [T, N].
 """
+
+from collections.abc import Sequence
 
 import numpy as np
 from numba import njit
@@ -15,6 +18,7 @@ from tamis.kernels.cpu.amx_tiles import LINE, ROWS, copy_row, pack_queries
 from tamis.kernels.cpu.frames import Frame, view1, view2
 from tamis.kernels.cpu.scratch import Scratch
 from tamis.kernels.cpu.threads import ThreadTeam, share, take_ticket
+from tamis.kernels.quant import Format, Matrix
 
 COLUMNS = 32
 """Weight rows of an item: two tiles."""
@@ -24,19 +28,28 @@ SPAN_BYTES = 1 << 20
 """Rows of x that an item goes through, packed: they stay in the second-level cache."""
 
 _TILE = amx.TILE_BYTES
+_DENSE, _INT8, _INT4, _CENTRED = range(4)
+_FORMS = {Format.BF16: _DENSE, Format.INT8: _INT8, Format.INT4: _INT4, Format.INT4_CENTRED: _CENTRED}
 
 
-def supports(outputs: int, width: int) -> bool:
-    """Whether weights of this shape are taken, here."""
-    return outputs % COLUMNS == 0 and width % 32 == 0 and amx.available()
+def supports(weights: Matrix) -> bool:
+    """Whether these weights are taken, here."""
+    outputs, width = weights.shape[-2:]
+    return weights.format in _FORMS and outputs % COLUMNS == 0 and width % 32 == 0 and amx.available()
 
 
 def multiply(
-    team: ThreadTeam, scratch: Scratch, x: Tensor, weights: Tensor, outputs: int, out: Tensor, sizes: list[int]
+    team: ThreadTeam,
+    scratch: Scratch,
+    x: Tensor,
+    weights: Matrix,
+    out: Tensor,
+    sizes: Sequence[int],
+    first_row: int = 0,
 ) -> None:
-    """out [T, N] = x [T, K] times weights: the first sizes[0] rows with weight rows 0 to N - 1, the next with the
-    next N, and so on; the sizes sum to T."""
-    width = x.shape[1]
+    """out bf16 [T, N] = x bf16 [T, K] times weights [N, K] or [groups, N, K], from weight row `first_row` on: the first
+    sizes[0] rows of x with the first N weight rows, the next with the next N, and so on; the sizes sum to T."""
+    outputs, width = weights.shape[-2:]
     span = max(SPAN_BYTES // (2 * width) // ROWS, 1) * ROWS
     starts = np.cumsum([0, *sizes])
     tiles, items = [], []
@@ -49,19 +62,25 @@ def multiply(
             columns = np.arange(0, outputs, COLUMNS)
             item = np.empty((len(columns), 4), np.int64)
             item[:, 0], item[:, 1] = count, len(begins)
-            item[:, 2], item[:, 3] = group * outputs + columns, columns
+            item[:, 2], item[:, 3] = first_row + group * outputs + columns, columns
             items.append(item)
             count += len(begins)
     if not count:
         return
     most = min(span, max(sizes))
     frame = Frame(
-        x.data_ptr(), weights.data_ptr(), out.data_ptr(), width * 2, outputs * 2,
+        x.data_ptr(), weights.values.data_ptr(), out.data_ptr(), width * 2, outputs * 2,
         amx.tile_config(), np.concatenate(tiles), np.concatenate(items),
         scratch.get("packed rows", (count, ROWS * width * 2), np.uint8),
         scratch.get("multiply room", (team.size, _room_bytes(width * 2, most)), np.uint8),
+        _FORMS[weights.format], _address(weights.scales), _address(weights.offsets),
+        weights.values.shape[-1] * weights.values.element_size(),
     )  # fmt: skip
     team.run(launch_multiply, frame.values)
+
+
+def _address(part: Tensor | None) -> int:
+    return 0 if part is None else part.data_ptr()
 
 
 def _room_bytes(row: int, rows: int) -> int:
@@ -96,6 +115,31 @@ def _copy_weights(weights, row, first, size, target):  # type: ignore[no-untyped
         place = target + i // ROWS * _TILE + i % ROWS * LINE
         for at in range(0, size, LINE):
             simd.store(place + at // LINE * 2 * _TILE, simd.load(source + at))
+
+
+@njit
+def _expand_weights(form, weights, stored, scales, offsets, groups, first, count, target):  # type: ignore[no-untyped-def]
+    """`_copy_weights` of quantised rows: groups `first` to `first + count` of 32 numbers, each a row of a tile.
+
+    weights, scales, offsets: addresses of the first row's; `stored`: bytes of a row; `groups` of it.
+    """
+    for i in range(COLUMNS):
+        source, number = weights + i * stored, i * groups + first
+        place = target + i // ROWS * _TILE + i % ROWS * LINE
+        for g in range(count):
+            scale = simd.spread_half(scales + (number + g) * 2)
+            line = place + g * 2 * _TILE
+            if form == _INT8:
+                at = source + (first + g) * 32
+                simd.store_bf16(line, simd.mul(simd.load_bytes(at), scale))
+                simd.store_bf16(line + LINE // 2, simd.mul(simd.load_bytes(at + 16), scale))
+                continue
+            at = source + (first + g) * 16
+            shift = simd.mul(scale, simd.splat(np.float32(-8)))
+            if form == _INT4:
+                shift = simd.spread_half(offsets + (number + g) * 2)
+            simd.store_bf16(line, simd.fma(simd.low_nibbles(at), scale, shift))
+            simd.store_bf16(line + LINE // 2, simd.fma(simd.high_nibbles(at), scale, shift))
 
 
 @njit
@@ -173,19 +217,27 @@ def multiply_items(tickets, frame):  # type: ignore[no-untyped-def]
     packed, room, row = view2(frame, 13, np.uint8), view2(frame, 16, np.uint8), frame[3]
     weights = room[take_ticket(tickets, 7)].ctypes.data + ROWS * row
     sums = weights + 2 * ROWS * DEPTH
+    form, scales, offsets, stored, groups = frame[19], frame[20], frame[21], frame[22], row // LINE
     amx.configure(config.ctypes.data)
     while True:
         item = take_ticket(tickets, 0)
         if item >= items.shape[0]:
             break
         first, count = items[item, 0], items[item, 1]
-        rows, source = packed[first].ctypes.data, frame[1] + items[item, 2] * row
-        following = frame[1] + items[min(item + room.shape[0], items.shape[0] - 1), 2] * row
+        rows, number = packed[first].ctypes.data, items[item, 2]
+        source = frame[1] + number * stored
+        following = frame[1] + items[min(item + room.shape[0], items.shape[0] - 1), 2] * stored
         for at in range(0, row, DEPTH):
             size = min(DEPTH, row - at)
-            _copy_weights(source, row, at, size, weights)
-            ahead = source + at + DEPTH if at + DEPTH < row else following
-            _add_products(weights, size, rows + at * ROWS, ROWS * row, count, at == 0, sums, ahead, row)
+            if form == _DENSE:
+                _copy_weights(source, row, at, size, weights)
+            else:
+                _expand_weights(
+                    form, source, stored, scales + number * groups * 2, offsets + number * groups * 2, groups,
+                    at // LINE, size // LINE, weights,
+                )  # fmt: skip
+            ahead = source + (at + DEPTH) * stored // row if at + DEPTH < row else following
+            _add_products(weights, size, rows + at * ROWS, ROWS * row, count, at == 0, sums, ahead, stored)
         turned = sums + count * 2 * _TILE
         _write_sums(sums, tiles, first, count, turned, frame[2], frame[4], items[item, 3])
     amx.release()

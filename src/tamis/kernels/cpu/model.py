@@ -227,11 +227,8 @@ class CpuModelOps:
         if expert_rows is None:
             self._multiply(x, linear, out)
             return
-        dense = not linear.weight.format.is_quantised and linear.bias is None
-        if dense and x.dtype is torch.bfloat16 and amx_multiply.supports(*linear.shape[-2:]):
-            amx_multiply.multiply(
-                self.team, self._scratch, x, linear.weight.values, linear.shape[-2], out, list(expert_rows)
-            )
+        if _on_tiles(x, linear):
+            amx_multiply.multiply(self.team, self._scratch, x, linear.weight, out, expert_rows)
             return
         start = 0
         for expert, rows in enumerate(expert_rows):
@@ -242,7 +239,11 @@ class CpuModelOps:
     def _multiply(self, x: Tensor, linear: Linear, out: Tensor, expert: int = 0) -> None:
         """out = linear(x), by torch."""
         outputs, width = linear.shape[-2:]
-        if not linear.weight.format.is_quantised:
+        quantised = linear.weight.format.is_quantised
+        if quantised and _on_tiles(x, linear):
+            amx_multiply.multiply(self.team, self._scratch, x, linear.weight, out, [len(x)], expert * outputs)
+        elif not quantised:
+            # torch's own products are faster where there is nothing to expand and nothing to sort.
             dense = linear.weight.values.view(-1, outputs, width)[expert]
             torch.mm(x, dense.t(), out=out)
         else:
@@ -324,3 +325,8 @@ def _normed(x: Tensor, norm: Norm) -> tuple[NDArray[Any], NDArray[Any], np.float
 
 def _gate(gate: Gate) -> tuple[bool, np.float32, np.float32]:
     return gate.clamped, np.float32(gate.alpha), np.float32(gate.limit)
+
+
+def _on_tiles(x: Tensor, linear: Linear) -> bool:
+    """Whether `amx_multiply` takes the product (experts have no biases)."""
+    return x.dtype is torch.bfloat16 and x.is_contiguous() and amx_multiply.supports(linear.weight)

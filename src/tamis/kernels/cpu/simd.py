@@ -333,3 +333,50 @@ def prefetch_run(_context: Any, address: Any) -> Any:
         return _nothing(context)
 
     return types.void(types.intp), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def spread_half(_context: Any, address: Any) -> Any:
+    """`spread_half(address)`: sixteen times the fp16 there."""
+
+    def generate(_c: Any, builder: Any, _s: Any, args: Any) -> Any:
+        half = builder.load(_pointer(builder, args[0], ir.HalfType()))
+        return _splat(builder, builder.fpext(half, _F32), _FLOATS)
+
+    return floats(types.intp), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def load_bytes(_context: Any, address: Any) -> Any:
+    """`load_bytes(address)`: sixteen int8 as float32."""
+
+    def generate(_c: Any, builder: Any, _s: Any, args: Any) -> Any:
+        return builder.sitofp(builder.sext(_bytes(builder, args[0]), _INTS), _FLOATS)
+
+    return floats(types.intp), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def low_nibbles(_context: Any, address: Any) -> Any:
+    """`low_nibbles(address)`: the lower four bits of sixteen bytes as float32."""
+
+    def generate(_c: Any, builder: Any, _s: Any, args: Any) -> Any:
+        wide = builder.zext(_bytes(builder, args[0]), _INTS)
+        return builder.sitofp(builder.and_(wide, ir.Constant(_INTS, [15] * 16)), _FLOATS)
+
+    return floats(types.intp), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def high_nibbles(_context: Any, address: Any) -> Any:
+    """`high_nibbles(address)`: the upper four bits of sixteen bytes as float32."""
+
+    def generate(_c: Any, builder: Any, _s: Any, args: Any) -> Any:
+        wide = builder.zext(_bytes(builder, args[0]), _INTS)
+        return builder.sitofp(builder.lshr(wide, ir.Constant(_INTS, [4] * 16)), _FLOATS)
+
+    return floats(types.intp), generate
+
+
+def _bytes(builder: Any, address: Any) -> Any:
+    return builder.load(_pointer(builder, address, ir.VectorType(ir.IntType(8), 16)), align=1)
