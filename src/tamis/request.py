@@ -14,6 +14,10 @@ MAX_LOGPROBS = 100
 """Most alternatives a token that `logprobs` and `prompt_logprobs` may ask for."""
 
 
+MAX_STOP_STRINGS = 64
+"""Every token of a reply is compared with all of them."""
+
+
 class FinishReason(enum.StrEnum):
     """Why a completion ended."""
 
@@ -113,6 +117,10 @@ class SamplingParams:
             raise SamplingError(f"stop={self.stop!r} must be a string or a list of strings")
         if any(not s for s in self.stop_strings):
             raise SamplingError("stop holds an empty string")
+        if len(self.stop_strings) > MAX_STOP_STRINGS:
+            raise SamplingError(
+                f"stop holds {len(self.stop_strings)} strings, at most {MAX_STOP_STRINGS} are looked for"
+            )
         if not isinstance(self.stop_token_ids, list | tuple | None):
             raise SamplingError(f"stop_token_ids={self.stop_token_ids!r} must be a list of token ids")
         for token in self.stop_ids:

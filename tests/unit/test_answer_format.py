@@ -213,3 +213,26 @@ def test_which_parser_a_template_needs() -> None:
     assert choose_parser(None) is HermesCalls
     assert choose_parser("{{ messages }}") is HermesCalls
     assert choose_parser(f"{{{{ tools }}}}{NAMESPACE}<tool_call>") is M3Calls
+
+
+@pytest.mark.parametrize("parser", [HermesCalls, M3Calls])
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"properties": ["a"]}, {"properties": {"a": {}}, "required": 3}, {"properties": {"a": {"enum": 3}}},
+        {"type": 3, "properties": {"a": []}}, {"properties": {"a": {"type": "array", "items": 1}}},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_is_no_schema_is_any_object_or_refused(parser: type[ToolCallParser], schema: Any) -> None:
+    """Never an error that would be the server's fault."""
+    try:
+        assert make(parser, tools=[tool("f", schema)])
+    except GrammarError as error:
+        assert "f" in str(error)
+
+
+@pytest.mark.timeout(60)
+def test_objects_that_refer_to_themselves_stay_small() -> None:
+    schema = {"type": "object", "properties": {f"p{i}": {"$ref": "#"} for i in range(15)}}
+    assert len(str(make(M3Calls, tools=[tool("f", schema)]))) < 1 << 20

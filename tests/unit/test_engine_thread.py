@@ -1,5 +1,6 @@
 """The engine's own thread: what goes wrong in it is told to everybody, and nobody waits for ever."""
 
+import os
 import threading
 from collections.abc import Callable, Iterator
 from queue import SimpleQueue
@@ -200,3 +201,20 @@ def test_take_waits_for_an_item() -> None:
     timer = threading.Timer(0.12, queue.put, (7,))
     timer.start()
     assert take(queue) == 7
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_after_a_fork_the_child_is_told(capfd: pytest.CaptureFixture[str]) -> None:
+    """The engine's thread does not exist there: waiting for it would never end."""
+    thread = EngineThread(make_engine())
+    child = os.fork()
+    if child == 0:
+        try:
+            thread.call(lambda engine: engine.stats)
+        except EngineClosedError as error:
+            os._exit(7 if "after a fork" in str(error) else 8)
+        os._exit(9)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    thread.close()
+    thread.join()

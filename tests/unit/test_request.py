@@ -38,6 +38,7 @@ def test_collections_may_be_lists_or_tuples() -> None:
         ({"stop": {"a": 1}}, "stop={'a': 1} must be a string or a list of strings"),
         ({"stop": ["a", 3]}, "stop=['a', 3] must be a string or a list of strings"),
         ({"stop": ["a", ""]}, "stop holds an empty string"),
+        ({"stop": ["a"] * 65}, "stop holds 65 strings, at most 64 are looked for"),
         ({"stop_token_ids": 5}, "stop_token_ids=5 must be a list of token ids"),
         ({"stop_token_ids": "5"}, "stop_token_ids='5' must be a list of token ids"),
         ({"stop_token_ids": [5, "6"]}, "stop_token_ids holds '6', which is not a token id"),

@@ -6,6 +6,7 @@ nothing behind: the books are written in a thread that no signal handler ever ru
 """
 
 import logging
+import os
 import threading
 import time
 import weakref
@@ -65,6 +66,7 @@ class EngineThread:
         """Start it. At most `max_queue` requests wait for their turn; None: any number."""
         self._loop = _Loop(engine)
         self._max_queue = max_queue
+        self._process = os.getpid()
         # A daemon, so that a program that forgets to close ends all the same: see _let_go.
         self._thread = threading.Thread(target=self._loop.run, name="tamis-engine", daemon=True)
         weakref.finalize(self, _let_go, self._loop, self._thread)
@@ -110,6 +112,7 @@ class EngineThread:
         if threading.current_thread() is self._thread:
             return function(self.engine)
         result: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
+        self._check_process()
         self._loop.put(_Call(function, result))
         value, error = take(result)
         if error is not None:
@@ -119,8 +122,14 @@ class EngineThread:
     def check_open(self) -> None:
         """Raise EngineDeadError where the thread has died, EngineClosedError where requests are not taken any more."""
         self.check_health()
+        self._check_process()
         if self._loop.closing:
             raise EngineClosedError("the engine is closed")
+
+    def _check_process(self) -> None:
+        """Threads do not pass a fork: nobody would ever answer."""
+        if os.getpid() != self._process:
+            raise EngineClosedError(f"the engine runs in process {self._process}; after a fork, make one of your own")
 
     def check_health(self) -> None:
         """Raise EngineDeadError, with the reason, where the thread has died."""

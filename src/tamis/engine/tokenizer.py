@@ -56,7 +56,8 @@ class Tokenizer:
         backend = self._backend if parse_special else self._literal_backend
         with library_errors(f"{self.origin}: the tokenizer failed on this text"):
             try:
-                ids: list[int] = backend.encode(text, add_special_tokens=False).ids
+                # `encode` holds Python's lock, seconds for a long text; `encode_batch` lets other threads go on.
+                ids: list[int] = backend.encode_batch([text], add_special_tokens=False)[0].ids
             except (UnicodeEncodeError, TypeError):
                 place = next((i for i, char in enumerate(text) if "\ud800" <= char <= "\udfff"), None)
                 if place is None:

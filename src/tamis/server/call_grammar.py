@@ -18,6 +18,10 @@ _DEEPEST = 4
 """Objects in objects that are written out as elements; what is deeper is JSON in an element."""
 
 
+_MOST_ELEMENTS = 256
+"""Elements of one tool after which those inside others are JSON too: objects that refer to themselves multiply."""
+
+
 class CallFormat(Protocol):
     """How calls are written."""
 
@@ -72,18 +76,21 @@ class _Elements:
 
     def __init__(self, rules: Rules, tool: Tool, schemas: Schemas) -> None:
         self._rules, self._tool, self._schemas = rules, tool, schemas
+        self._written = 0
 
     def members(self, schema: Any, depth: int) -> str:
         """The properties of an object, in order, those left out that need not be there."""
         schema = self._schemas.resolve(schema)
-        required = schema.get("required") or ()
-        listed = schema.get("properties") or {}
+        # Not every schema is one; what cannot be read allows nothing in particular.
+        required = schema["required"] if isinstance(schema.get("required"), list) else []
+        listed = schema["properties"] if isinstance(schema.get("properties"), Mapping) else {}
         terms = [
             self._element(name, inner, depth) + ("" if name in required else "?") for name, inner in listed.items()
         ]
         return f"{SPACE} " + " ".join(f"{term} {SPACE}" for term in terms)
 
     def _element(self, name: str, schema: Any, depth: int) -> str:
+        self._written += 1
         begin = self._rules.literal(f"{m3_calls.NAMESPACE}<{name}>")
         end = f"{m3_calls.NAMESPACE}</{name}>"
         return self._rules.add(f"{begin} {self._value(schema, end, depth + 1)}")
@@ -94,13 +101,14 @@ class _Elements:
         types = self._schemas.types(schema)
         close = self._rules.literal(end)
         values = schema.get("enum") or ([schema["const"]] if "const" in schema else None)
-        if values and all(isinstance(value, str) for value in values):
+        deeper = depth < _DEEPEST and self._written < _MOST_ELEMENTS
+        if isinstance(values, list) and values and all(isinstance(value, str) for value in values):
             return f"({' | '.join(self._rules.literal(value) or json.dumps('') for value in values)}) {close}"
         if not types or "string" in types:
             return self._rules.until(end)
-        if types == {"object"} and schema.get("properties") and depth < _DEEPEST:
+        if types == {"object"} and isinstance(schema.get("properties"), Mapping) and schema["properties"] and deeper:
             return f"{self.members(schema, depth)} {close}"
-        if types == {"array"} and schema.get("items") and depth < _DEEPEST:
+        if types == {"array"} and schema.get("items") and deeper:
             return f"{SPACE} ({self._element('item', schema['items'], depth)} {SPACE}){_times(schema)} {close}"
         shared = {key: self._schemas.root[key] for key in ("$defs", "definitions") if key in self._schemas.root}
         return f"{_json_term({**shared, **schema}, self._tool)} {close}"

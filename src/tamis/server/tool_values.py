@@ -36,16 +36,29 @@ class Schemas:
             schema = self._target(schema["$ref"])
         return schema if isinstance(schema, Mapping) else {}
 
-    def types(self, schema: Any, depth: int = 0) -> frozenset[str]:
+    def types(self, schema: Any) -> frozenset[str]:
         """The JSON types that `schema` allows; empty: any."""
+        return self._types(schema, {}) or frozenset()
+
+    def _types(self, schema: Any, known: dict[int, frozenset[str] | None]) -> frozenset[str] | None:
+        """As `types`; None for a schema that is still being looked at, which a branch of its own refers to.
+
+        `known`, by identity: branches that refer to one another are read once, not as often as there are ways to them.
+        """
         schema = self.resolve(schema)
+        if id(schema) not in known:
+            known[id(schema)] = None
+            known[id(schema)] = self._own_types(schema, known)
+        return known[id(schema)]
+
+    def _own_types(self, schema: Schema, known: dict[int, frozenset[str] | None]) -> frozenset[str]:
         if "type" in schema:
             named = schema["type"]
             return frozenset([named] if isinstance(named, str) else filter(_is_text, _list(named)))
         if "const" in schema or "enum" in schema:
             values = [schema["const"]] if "const" in schema else _list(schema["enum"])
             return frozenset(_TYPES.get(type(value), "string") for value in values)
-        branches = [self.types(branch, depth + 1) for branch in _branches(schema)] if depth < _MAX_HOPS else []
+        branches = [found for branch in _branches(schema) if (found := self._types(branch, known)) is not None]
         if branches:
             return frozenset().union(*branches) if all(branches) else frozenset()
         inner = {"properties": "object", "items": "array"}
@@ -61,13 +74,18 @@ class Schemas:
         """The schema of a list's items."""
         return self._holder(schema, "items").get("items")
 
-    def _holder(self, schema: Any, key: str, depth: int = 0) -> Schema:
+    def _holder(self, schema: Any, key: str) -> Schema:
         """`schema`, or the first of its branches, that has `key`; empty where none has."""
-        plain = self.resolve(schema)
-        if isinstance(plain.get(key), Mapping):
-            return plain
-        found = (self._holder(branch, key, depth + 1) for branch in _branches(plain) if depth < _MAX_HOPS)
-        return next((holder for holder in found if holder), {})
+        seen: set[int] = set()
+        rest = [schema]
+        while rest:
+            plain = self.resolve(rest.pop())
+            if isinstance(plain.get(key), Mapping):
+                return plain
+            if id(plain) not in seen:
+                seen.add(id(plain))
+                rest += reversed(_branches(plain))
+        return {}
 
     def _target(self, reference: str) -> Any:
         place: Any = self.root
