@@ -127,7 +127,9 @@ def test_a_port_in_use_is_an_error_in_one_line_before_anything_is_loaded(builtin
     port = builtin.rpartition(":")[2]
     result = invoke("serve", "nowhere/at-all", "--port", port)
     assert (result.code, result.out) == (2, "")
-    assert result.err == f"error: cannot listen on 127.0.0.1 port {port}: Address already in use\n"
+    assert (
+        result.err == f"error: cannot listen on 127.0.0.1 port {port}: Address already in use (--port takes another)\n"
+    )
 
 
 @pytest.mark.parametrize(

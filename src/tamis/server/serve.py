@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import signal
 import socket
 import threading
@@ -34,6 +35,8 @@ def listen(config: ServerConfig) -> socket.socket:
     except OSError as error:
         sock.close()
         reason = error.strerror or str(error)
+        if error.errno == errno.EADDRINUSE:
+            reason += " (--port takes another)"
         raise ConfigError(f"cannot listen on {config.host} port {config.port}: {reason}") from None
     return sock
 
