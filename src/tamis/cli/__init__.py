@@ -1,4 +1,4 @@
-"""The command line: `tamis generate`, `chat`, `serve`, `bench`, `inspect`, `plan`, `pull`.
+"""The command line: `tamis generate`, `chat`, `serve`, `bench`, `inspect`, `plan`, `pull`, `kv`.
 
 Nothing heavy is imported here: `tamis --help` and `--version` answer without loading torch.
 """

@@ -15,6 +15,7 @@ from tamis.cli.bench import bench
 from tamis.cli.chat import chat
 from tamis.cli.generate import generate
 from tamis.cli.inspect import inspect
+from tamis.cli.kv import kv
 from tamis.cli.options import Debug
 from tamis.cli.plan import plan
 from tamis.cli.pull import pull
@@ -28,6 +29,7 @@ app = typer.Typer(
 )
 for command in (generate, chat, serve, bench, inspect, plan, pull):
     app.command()(command)
+app.add_typer(kv, name="kv")
 
 
 def run(argv: Sequence[str], options: CommonOptions) -> int:

@@ -36,6 +36,8 @@ TamisError
 ├── OutOfPagesError (RuntimeError)          not enough free pages
 ├── BlobMismatchError (ValueError)          exported pages that belong to another layout
 ├── TransferError (RuntimeError)            a layer load failed, was abandoned or timed out
+├── TierError (RuntimeError)                a KV tier cannot do now what it was asked for: down, slow, out of room
+│   └── TierReadError                       a page that a tier does not have, or not as it was written
 ├── KernelInputError (ValueError)           operands of a kernel do not fit together
 ├── KernelFailedError (RuntimeError)        a compiled kernel raised
 ├── QueueFullError (RuntimeError)           as many requests wait as may; try again later
@@ -189,6 +191,21 @@ class BlobMismatchError(TamisError, ValueError):
 
 class TransferError(TamisError, RuntimeError):
     """A layer load failed, was abandoned, or did not arrive by its deadline."""
+
+
+class TierError(TamisError, RuntimeError):
+    """A KV tier cannot do now what it was asked for; what it holds counts as missing."""
+
+
+class TierReadError(TierError):
+    """A page is not in the tier, or is not what was written under its key."""
+
+    def __init__(self, key: bytes, why: str, *, corrupt: bool = False) -> None:
+        super().__init__(f"page {key.hex()} cannot be read: {why}")
+        self.key = key
+        self.why = why
+        self.corrupt = corrupt
+        """Something lies under the key, and it is of no use to anybody."""
 
 
 class KernelInputError(TamisError, ValueError):

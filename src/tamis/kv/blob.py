@@ -26,8 +26,13 @@ class PageBlob:
         """Bytes of all tensors."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
-    def check(self, layout: KVLayout, num_pages: int, layers: Iterable[int]) -> None:
-        """Raise BlobMismatchError unless these layers can be read as `num_pages` pages of `layout`.
+    def page(self, place: int) -> "PageBlob":
+        """One page of it, a view."""
+        tensors = {name: tensor[place : place + 1] for name, tensor in self.tensors.items()}
+        return PageBlob(self.layout, 1, tensors)
+
+    def check(self, layout: KVLayout, num_pages: int, planes: Iterable[tuple[int, str]]) -> None:
+        """Raise BlobMismatchError unless these planes (global layer id, name) are `num_pages` pages of `layout`.
 
         A layout differs where any field does, scales included: the same bytes would then mean other values, or lie
         at other places. The tensors are checked too, since a blob may have been through a file.
@@ -38,9 +43,8 @@ class PageBlob:
             raise BlobMismatchError(f"the blob was made under {name}={mine}, this pool has {name}={pools}")
         if self.num_pages != num_pages:
             raise BlobMismatchError(f"the blob holds {self.num_pages} pages, {num_pages} were named to take them")
-        for layer in layers:
-            for plane in layout.planes(layer):
-                self._check_tensor(layer, plane)
+        for layer, plane in planes:
+            self._check_tensor(layer, plane)
 
     def _check_tensor(self, layer: int, plane: str) -> None:
         tensor = self.tensors.get((layer, plane))

@@ -29,7 +29,7 @@ from tamis.kv.blob import PageBlob
 from tamis.kv.layout import INDEX_K_PLANES, INDEX_KV_PLANES, MAIN_PLANES, KVLayout, check_int
 from tamis.kv.planes import Plane, PlaneMemory
 from tamis.kv.slots import SlotIds, as_tuple, check_pages, check_rows, check_slots, check_unique_slots
-from tamis.kv.transfer import INDEX, MAIN, LayerPart, LayerTransferCounter
+from tamis.kv.transfer import INDEX, MAIN, LayerPart, LayerTransferCounter, part_of
 
 logger = logging.getLogger(__name__)
 
@@ -231,8 +231,16 @@ class SparseKVPool:
         tensors = {(layer, plane.name): plane.raw.index_select(0, ids) for layer, plane in planes}
         return PageBlob(self.layout, len(ids), MappingProxyType(tensors))
 
-    def import_pages(self, pages: Sequence[int] | Tensor, blob: PageBlob, layers: Sequence[int] | None = None) -> None:
-        """Put a blob's pages into these pages, for the given local layers (None: all). Does not wait: loaders use it.
+    def import_pages(
+        self,
+        pages: Sequence[int] | Tensor,
+        blob: PageBlob,
+        layers: Sequence[int] | None = None,
+        parts: LayerPart = MAIN | INDEX,
+    ) -> None:
+        """Put a blob's pages into these pages, for the given local layers (None: all) and parts of them.
+
+        Does not wait: loaders use it.
 
         Raises BlobMismatchError where the blob was made under another layout, holds another number of pages, or lacks
         a tensor or has one that cannot be copied; PageError for a bad page id, LayerError for a bad layer id.
@@ -243,14 +251,13 @@ class SparseKVPool:
         wanted = self.layout.local_layers if layers is None else as_tuple("layers", layers, NotALayerIdError)
         for layer in wanted:
             self.layout.kind(layer)
-        blob.check(self.layout, len(targets), wanted)
+        planes = [(layer, plane) for layer, plane in self._planes(wanted) if part_of(plane.name) in parts]
+        blob.check(self.layout, len(targets), [(layer, plane.name) for layer, plane in planes])
         ids = self._page_ids(targets)
-        tensors = {
-            (layer, plane.name): blob.tensors[layer, plane.name].detach() for layer, plane in self._planes(wanted)
-        }
+        tensors = {(layer, plane.name): blob.tensors[layer, plane.name].detach() for layer, plane in planes}
         # A tensor may be a view of this pool: it must be read before any plane is written.
         tensors = {key: tensor.clone() if self._memory.holds(tensor) else tensor for key, tensor in tensors.items()}
-        for layer, plane in self._planes(wanted):
+        for layer, plane in planes:
             plane.raw.index_copy_(0, ids, tensors[layer, plane.name].to(self.device))
 
     @property

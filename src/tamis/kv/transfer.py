@@ -27,6 +27,13 @@ class LayerPart(enum.Flag):
 MAIN = LayerPart.MAIN
 INDEX = LayerPart.INDEX
 NOTHING = LayerPart(0)
+
+
+def part_of(plane: str) -> LayerPart:
+    """The part of a layer that a plane belongs to."""
+    return INDEX if plane.startswith("index") else MAIN
+
+
 MAX_TIMEOUT = threading.TIMEOUT_MAX
 """Seconds that a thread can wait at most."""
 
