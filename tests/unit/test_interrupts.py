@@ -129,12 +129,15 @@ def interrupt_main_thread(after_s: float) -> None:
     signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
 
-def during_a_step(engine: Engine, monkeypatch: pytest.MonkeyPatch, action: Callable[[], object]) -> None:
-    """Let `action` happen once, in the engine's thread, between two layers of the model."""
+def during_a_step(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, action: Callable[[], object], requests: int = 1
+) -> None:
+    """Let `action` happen once, in the engine's thread, in a step while so many requests are there."""
     run, left = engine.runner.run, [action]
 
     def act_and_run(batch: Batch, before_layer: Callable[[], None]) -> torch.Tensor:
-        if left:
+        # Not in a step that began before the call which is to be interrupted.
+        if left and len(engine._requests) >= requests:
             left.pop()()
         return run(batch, before_layer)
 
@@ -156,14 +159,14 @@ def interrupt_and_wait(engine: Engine) -> Callable[[], None]:
 def test_an_interrupted_call_leaves_everybody_elses_step_alone(
     llm: LLM, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    other = llm.stream([9, 8, 7], greedy(8, ignore_eos=True))
+    other = llm.stream([9, 8, 7], greedy(20, ignore_eos=True))
     tokens = [next(other).token_id]
-    during_a_step(engine, monkeypatch, interrupt_and_wait(engine))
+    during_a_step(engine, monkeypatch, interrupt_and_wait(engine), requests=2)
     with pytest.raises(KeyboardInterrupt):
         llm.generate([[3, 4, 5, 6, 7]], greedy(3))
     llm.check()
     tokens += [event.token_id for event in other]
-    assert tokens == expected_greedy([9, 8, 7], 8, ends=())
+    assert tokens == expected_greedy([9, 8, 7], 20, ends=())
 
 
 def test_an_interrupt_ends_a_step_before_its_next_layer(tmp_path: Path) -> None:
