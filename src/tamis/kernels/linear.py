@@ -115,6 +115,21 @@ class LayerWeights:
     sparse: SparseAttentionConfig | None
     """None: a dense layer."""
 
+    @property
+    def routed(self) -> ExpertWeights | None:
+        """The MLP, where it has experts."""
+        return self.mlp if isinstance(self.mlp, ExpertWeights) else None
+
+    @property
+    def shared(self) -> GatedWeights | None:
+        """What every token takes: the shared expert, or the whole MLP."""
+        return self.mlp.shared if isinstance(self.mlp, ExpertWeights) else self.mlp
+
+    @property
+    def gated(self) -> GatedWeights:
+        """The routed experts, or the whole MLP."""
+        return self.mlp.routed if isinstance(self.mlp, ExpertWeights) else self.mlp
+
 
 Rope = tuple[Tensor, Tensor]
 """cos and sin of the step's positions, fp32 [T, rotary_dim / 2]."""

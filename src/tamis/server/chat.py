@@ -16,7 +16,7 @@ from tamis.server.replies import ChatChoice, ChatChunk, ChatDelta, ChatLogprobs,
 from tamis.server.replies import FinishReason as ReplyReason
 from tamis.server.reply_reader import Piece, ReplyReader
 from tamis.server.schema import ChatRequest
-from tamis.server.stream import EventStream, Feed, Item, aside, frames, json_reply, prefill_reply, unless_hung_up
+from tamis.server.stream import Feed, Item, answer, aside, prefill_reply
 
 
 async def chat(context: Context, body: ChatRequest, request: Request) -> Response:
@@ -27,13 +27,7 @@ async def chat(context: Context, body: ChatRequest, request: Request) -> Respons
     salt = context.salt(request, body.cache_salt)
     await feed.submit(context.engine, [plan.prompt], plan.sampling, salt=salt, progress=body.progress)
     writer = ChatWriter(context, body, plan)
-    if body.stream:
-        events = frames(feed, writer, usage=body.stream_usage, request_id=request.scope["state"]["request_id"])
-        return EventStream(events, feed.close, patience=context.config.write_timeout)
-    try:
-        return json_reply(await unless_hung_up(request.receive, writer.whole(feed)))
-    finally:
-        await feed.close()
+    return await answer(feed, writer, body, request, patience=context.config.write_timeout)
 
 
 @dataclass

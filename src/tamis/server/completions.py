@@ -16,7 +16,7 @@ from tamis.server.replies import CompletionChoice, CompletionReply, UsageReply
 from tamis.server.replies import FinishReason as ReplyReason
 from tamis.server.sampling import completion_sampling
 from tamis.server.schema import CompletionRequest
-from tamis.server.stream import EventStream, Feed, Item, frames, json_reply, prefill_reply, unless_hung_up
+from tamis.server.stream import Feed, Item, answer, prefill_reply
 
 _Token = tuple[int, TokenLogprobs | None, int]
 """A token, its log-probabilities, where it begins in the text."""
@@ -30,13 +30,7 @@ async def complete(context: Context, body: CompletionRequest, request: Request) 
     salt = context.salt(request, body.cache_salt)
     await feed.submit(context.engine, body.prompts, sampling, salt=salt, progress=body.progress)
     writer = CompletionWriter(context, body, feed.prompt_token_ids)
-    if body.stream:
-        events = frames(feed, writer, usage=body.stream_usage, request_id=request.scope["state"]["request_id"])
-        return EventStream(events, feed.close, patience=context.config.write_timeout)
-    try:
-        return json_reply(await unless_hung_up(request.receive, writer.whole(feed)))
-    finally:
-        await feed.close()
+    return await answer(feed, writer, body, request, patience=context.config.write_timeout)
 
 
 @dataclass

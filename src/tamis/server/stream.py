@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Protocol, TypeVar
 
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -17,6 +18,7 @@ from tamis.metrics import ServerMetrics
 from tamis.request import FinishReason, PrefillProgress, SamplingParams, TokenEvent, TokenLogprobs, Usage
 from tamis.server.errors import to_api_error
 from tamis.server.replies import PrefillReply, PromptTokensDetails, Reply, UsageReply
+from tamis.server.schema import SamplingFields
 
 logger = logging.getLogger("tamis.server")
 
@@ -54,6 +56,13 @@ class Writer(Protocol):
 
     def usage_chunk(self, usage: UsageReply) -> Reply:
         """A last chunk with nothing but token counts."""
+
+
+class ReplyWriter(Writer, Protocol):
+    """Makes chunks, or one reply at the end."""
+
+    async def whole(self, feed: "Feed") -> Reply:
+        """Everything in one piece."""
 
 
 async def frames(feed: "Feed", writer: Writer, *, usage: bool, request_id: str) -> AsyncIterator[bytes]:
@@ -232,3 +241,16 @@ async def unless_hung_up(receive: Receive, work: Awaitable[T]) -> T | None:
 async def _hung_up(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
+
+
+async def answer(
+    feed: "Feed", writer: ReplyWriter, body: SamplingFields, request: Request, *, patience: float
+) -> Response:
+    """What `writer` makes of `feed`, as a stream or in one piece; the feed is closed however that ends."""
+    if body.stream:
+        events = frames(feed, writer, usage=body.stream_usage, request_id=request.scope["state"]["request_id"])
+        return EventStream(events, feed.close, patience=patience)
+    try:
+        return json_reply(await unless_hung_up(request.receive, writer.whole(feed)))
+    finally:
+        await feed.close()

@@ -109,7 +109,7 @@ def attend_tile(place, queries, limits, peaks, totals, tables, start, seen, low,
         tile_logits(queries, tables, seen, row, place[0])
     if low < start + seen - 1:
         hide_tokens(place[0], seen, start, limits)
-    soften(place[0], seen, scale, peaks, totals, place[11], place[1], place[2], tables + 2 * TABLE, fetch)
+    soften(place[0], seen, scale, peaks, totals, place[11], place[1], place[2], tables + 3 * TABLE, fetch)
     weigh_values(place[2], place[4], seen, row, place[3])
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tamis.kernels.cpu import amx, simd
 from tamis.kernels.cpu.amx_tiles import LINE, ROWS, copy_row, pack_queries
-from tamis.kernels.cpu.frames import Frame, view1, view2
+from tamis.kernels.cpu.frames import Frame, places, view1, view2
 from tamis.kernels.cpu.scratch import Scratch
 from tamis.kernels.cpu.threads import ThreadTeam, share, take_ticket
 from tamis.kernels.quant import Format, Matrix
@@ -26,6 +26,11 @@ DEPTH = 1024
 """Bytes of a weight row multiplied at a time: the tiles of 32 rows stay in the first-level cache."""
 SPAN_BYTES = 1 << 20
 """Rows of x that an item goes through, packed: they stay in the second-level cache."""
+
+# What stands where in a call's frame: addresses of x, weights and out, bytes of their rows; arrays; how weights lie.
+(
+    _X, _WEIGHTS, _OUT, _ROW, _OUT_ROW, _CONFIG, _TILES, _ITEMS, _PACKED, _ROOM, _FORM, _SCALES, _OFFSETS, _STORED,
+) = places(*[1] * 5, 2, 3, 3, 3, 3, *[1] * 4)  # fmt: skip
 
 _TILE = amx.TILE_BYTES
 _DENSE, _INT8, _INT4, _CENTRED = range(4)
@@ -91,14 +96,14 @@ def _room_bytes(row: int, rows: int) -> int:
 @njit(nogil=True)
 def pack_rows(tickets, frame):  # type: ignore[no-untyped-def]
     """Pack the rows of x by tiles of 16."""
-    tiles, packed = view2(frame, 7, np.int64), view2(frame, 13, np.uint8)
-    room, row = view2(frame, 16, np.uint8), frame[3]
+    tiles, packed = view2(frame, _TILES, np.int64), view2(frame, _PACKED, np.uint8)
+    room, row = view2(frame, _ROOM, np.uint8), frame[_ROW]
     spare = room[take_ticket(tickets, 7)].ctypes.data
     while True:
         tile = take_ticket(tickets, 0)
         if tile >= tiles.shape[0]:
             return
-        source, used = frame[0] + tiles[tile, 0] * row, tiles[tile, 1]
+        source, used = frame[_X] + tiles[tile, 0] * row, tiles[tile, 1]
         if used < ROWS:
             copy_row(source, spare, used * row)
             for at in range(used * row, ROWS * row, LINE):
@@ -213,11 +218,13 @@ def _write_sums(sums, tiles, first, count, turned, out, stride, column):  # type
 @njit(nogil=True)
 def multiply_items(tickets, frame):  # type: ignore[no-untyped-def]
     """Items int64 [n, 4]: first tile of rows, tiles, first weight row, first output."""
-    config, tiles, items = view1(frame, 5, np.uint8), view2(frame, 7, np.int64), view2(frame, 10, np.int64)
-    packed, room, row = view2(frame, 13, np.uint8), view2(frame, 16, np.uint8), frame[3]
+    config, tiles = view1(frame, _CONFIG, np.uint8), view2(frame, _TILES, np.int64)
+    items, packed = view2(frame, _ITEMS, np.int64), view2(frame, _PACKED, np.uint8)
+    room, row = view2(frame, _ROOM, np.uint8), frame[_ROW]
     weights = room[take_ticket(tickets, 7)].ctypes.data + ROWS * row
     sums = weights + 2 * ROWS * DEPTH
-    form, scales, offsets, stored, groups = frame[19], frame[20], frame[21], frame[22], row // LINE
+    form, scales, offsets, stored = frame[_FORM], frame[_SCALES], frame[_OFFSETS], frame[_STORED]
+    groups = row // LINE
     amx.configure(config.ctypes.data)
     while True:
         item = take_ticket(tickets, 0)
@@ -225,8 +232,8 @@ def multiply_items(tickets, frame):  # type: ignore[no-untyped-def]
             break
         first, count = items[item, 0], items[item, 1]
         rows, number = packed[first].ctypes.data, items[item, 2]
-        source = frame[1] + number * stored
-        following = frame[1] + items[min(item + room.shape[0], items.shape[0] - 1), 2] * stored
+        source = frame[_WEIGHTS] + number * stored
+        following = frame[_WEIGHTS] + items[min(item + room.shape[0], items.shape[0] - 1), 2] * stored
         for at in range(0, row, DEPTH):
             size = min(DEPTH, row - at)
             if form == _DENSE:
@@ -239,7 +246,7 @@ def multiply_items(tickets, frame):  # type: ignore[no-untyped-def]
             ahead = source + (at + DEPTH) * stored // row if at + DEPTH < row else following
             _add_products(weights, size, rows + at * ROWS, ROWS * row, count, at == 0, sums, ahead, stored)
         turned = sums + count * 2 * _TILE
-        _write_sums(sums, tiles, first, count, turned, frame[2], frame[4], items[item, 3])
+        _write_sums(sums, tiles, first, count, turned, frame[_OUT], frame[_OUT_ROW], items[item, 3])
     amx.release()
 
 

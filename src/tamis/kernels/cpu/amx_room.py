@@ -6,7 +6,7 @@ import numpy as np
 from numba import njit
 
 from tamis.kernels.cpu.amx_tiles import CHUNK, LINE, ROWS
-from tamis.kernels.cpu.frames import borrow, view1, view2, view3
+from tamis.kernels.cpu.frames import borrow, places, view1, view2, view3
 
 Array = np.ndarray[Any, Any]
 
@@ -66,14 +66,16 @@ class Operands(NamedTuple):
 
 # Where an attention call's frame has what (`prefill.plan_dense` and `plan_sparse` write it): first five numbers (query
 # tokens, query heads, KV heads, head dim, page size), then arrays.
-_TABLE, _LENS, _POSITIONS, _CONFIG, _ITEMS, _DONE = 5, 8, 10, 12, 14, 17
-_ROOM, _STATE = 19, 45
+(
+    _TOKENS, _Q_HEADS, _KV_HEADS, _DIM, _PAGE_SIZE, _TABLE, _LENS, _POSITIONS, _CONFIG, _ITEMS, _DONE, _ROOM, _STATE,
+) = places(*[1] * 5, 3, 2, 2, 2, 3, 2, 3 + 5 * 4 + 3, 4 + 3 + 3)  # fmt: skip
 
 
 @njit
 def open_operands(frame, q, k, v, pages, sinks, out, lse):  # type: ignore[no-untyped-def]
     """The operands of a call: its frame, and the addresses of what changes from layer to layer; sinks 0: none."""
-    tokens, q_heads, kv_heads, dim, page_size = frame[0], frame[1], frame[2], frame[3], frame[4]
+    tokens, q_heads, kv_heads = frame[_TOKENS], frame[_Q_HEADS], frame[_KV_HEADS]
+    dim, page_size = frame[_DIM], frame[_PAGE_SIZE]
     rows, plane = (tokens, q_heads, dim), (pages, kv_heads, page_size, dim)
     return Operands(
         borrow(q, rows, np.uint16), borrow(k, plane, np.uint16), borrow(v, plane, np.uint16),

@@ -26,9 +26,14 @@ from tamis.kernels.cpu.amx_tiles import (
     tile_logits,
     touch_tiles,
 )
-from tamis.kernels.cpu.frames import borrow, view1, view2, view3
+from tamis.kernels.cpu.frames import borrow, places, view1, view2, view3
 from tamis.kernels.cpu.score import select
 from tamis.kernels.cpu.threads import share, take_ticket
+
+# What stands where in a call's frame (`prefill.plan_scores` writes it).
+(
+    _TOKENS, _HEADS, _DIM, _PAGE_SIZE, _BLOCKS, _TABLE, _LENS, _POSITIONS, _CONFIG, _ITEMS, _BYTES, _LIMITS, _TILES,
+) = places(*[1] * 5, 3, 2, 2, 2, 3, 3, 4, 3)  # fmt: skip
 
 GROUP = 16
 """Blocks of an item: as many as a vector has scores."""
@@ -105,12 +110,14 @@ def score_items(tickets, frame, index_q, index_k, pages, block_size, scale, out)
     `frame` as `prefill.plan_scores` writes it; index_q, index_k and out are the addresses of queries [T, Hi, dim], of
     the plane (`pages` of them) and of scores float32 [Hi, T, NB].
     """
-    tokens, heads, dim, page_size, blocks = frame[0], frame[1], frame[2], frame[3], frame[4]
+    tokens, heads, dim = frame[_TOKENS], frame[_HEADS], frame[_DIM]
+    page_size, blocks = frame[_PAGE_SIZE], frame[_BLOCKS]
     q, k = borrow(index_q, (tokens, heads, dim), np.uint16), borrow(index_k, (pages, 1, page_size, dim), np.uint16)
     scores = borrow(out, (heads, tokens, blocks), np.float32)
-    page_table, seq_lens = view2(frame, 5, np.int32), view1(frame, 8, np.int32)
-    positions, config, items = view1(frame, 10, np.int32), view1(frame, 12, np.uint8), view2(frame, 14, np.int32)
-    room = ScoreRoom(view2(frame, 17, np.uint8), view3(frame, 20, np.int32), view2(frame, 24, np.int64))
+    page_table, seq_lens = view2(frame, _TABLE, np.int32), view1(frame, _LENS, np.int32)
+    positions, config = view1(frame, _POSITIONS, np.int32), view1(frame, _CONFIG, np.uint8)
+    items = view2(frame, _ITEMS, np.int32)
+    room = ScoreRoom(view2(frame, _BYTES, np.uint8), view3(frame, _LIMITS, np.int32), view2(frame, _TILES, np.int64))
     row = dim * 2
     groups = (scores.shape[2] + GROUP - 1) // GROUP
     thread = take_ticket(tickets, 7)
@@ -181,9 +188,10 @@ def pick_blocks(  # type: ignore[no-untyped-def]
 ):
     """`score_items`, then `select` into int32 [Hi, T, topk] at `picked`, on a team."""
     failed = share(box, score_items, (frame, index_q, index_k, pages, block_size, scale, out))
-    scores = borrow(out, (frame[1], frame[0], frame[4]), np.float32)
-    picks = borrow(picked, (frame[1], frame[0], topk), np.int32)
-    positions = view1(frame, 10, np.int32)
+    heads, tokens = frame[_HEADS], frame[_TOKENS]
+    scores = borrow(out, (heads, tokens, frame[_BLOCKS]), np.float32)
+    picks = borrow(picked, (heads, tokens, topk), np.int32)
+    positions = view1(frame, _POSITIONS, np.int32)
     return failed | share(box, select, (scores, positions, block_size, init_blocks, local_blocks, picks))
 
 

@@ -72,13 +72,13 @@ def find_ahead(plane, pages, head, start, count, spare, addresses):  # type: ign
 
 @njit
 def fetch_lines(addresses, number, step, row):  # type: ignore[no-untyped-def]
-    """Prefetch lines `number`, `number + step`, ... of each tile of a chunk's keys and values.
+    """Prefetch lines `number`, `number + step`, ... of each tile of a chunk, whose table is at `addresses`.
 
     The hardware follows one run of reads in each 4 KB, as much as a tile of heads of dim 128 has: going through all
     tiles side by side gives it more to fetch at a time than one tile after the other.
     """
     for at in range(number * LINE, ROWS * row, step * LINE):
-        simd.prefetch_each(addresses + TABLE, at)
+        simd.prefetch_each(addresses, at)
 
 
 @njit
@@ -126,38 +126,45 @@ def touch_tile(tile, row, spare):  # type: ignore[no-untyped-def]
 
 
 @njit
+def _four_tiles(queries, at, row, logits, following, spare):  # type: ignore[no-untyped-def]
+    """Products of the four tiles of keys in the table at `at`; tile loads and products take turns.
+
+    `following`: a table of four more tiles, read while products are on their way, or None.
+    """
+    a, b, c, d = simd.peek(at), simd.peek(at + 8), simd.peek(at + 16), simd.peek(at + 24)
+    amx.zero(0)
+    amx.zero(1)
+    amx.zero(2)
+    amx.zero(3)
+    touched = 0
+    for part in range(0, row, LINE):
+        amx.load(4, queries + part * ROWS, LINE)
+        amx.load(5, a + part, row)
+        amx.dot(0, 5, 4)
+        amx.load(6, b + part, row)
+        amx.dot(1, 6, 4)
+        amx.load(7, c + part, row)
+        amx.dot(2, 7, 4)
+        amx.load(5, d + part, row)
+        amx.dot(3, 5, 4)
+        if following is not None and touched < 4:
+            touch_tile(simd.peek(following + touched * 8), row, spare)
+            touched += 1
+    if following is not None:
+        for i in range(touched, 4):
+            touch_tile(simd.peek(following + i * 8), row, spare)
+    amx.store(0, logits, LINE)
+    amx.store(1, logits + amx.TILE_BYTES, LINE)
+    amx.store(2, logits + 2 * amx.TILE_BYTES, LINE)
+    amx.store(3, logits + 3 * amx.TILE_BYTES, LINE)
+
+
+@njit
 def chunk_logits(queries, addresses, row, logits, ahead, spare):  # type: ignore[no-untyped-def]
     """`tile_logits` of a whole chunk; reads the tiles of the next, at `ahead`, while products are on their way."""
     for tile in range(0, CHUNK // ROWS, 4):
-        at = addresses + tile * 8
-        a, b, c, d = simd.peek(at), simd.peek(at + 8), simd.peek(at + 16), simd.peek(at + 24)
-        amx.zero(0)
-        amx.zero(1)
-        amx.zero(2)
-        amx.zero(3)
-        following = ahead + tile * 8
-        stop = following + 32
-        for part in range(0, row, LINE):
-            amx.load(4, queries + part * ROWS, LINE)
-            amx.load(5, a + part, row)
-            amx.dot(0, 5, 4)
-            amx.load(6, b + part, row)
-            amx.dot(1, 6, 4)
-            amx.load(7, c + part, row)
-            amx.dot(2, 7, 4)
-            amx.load(5, d + part, row)
-            amx.dot(3, 5, 4)
-            if following < stop:
-                touch_tile(simd.peek(following), row, spare)
-                following += 8
-        while following < stop:
-            touch_tile(simd.peek(following), row, spare)
-            following += 8
         target = logits + tile * amx.TILE_BYTES
-        amx.store(0, target, LINE)
-        amx.store(1, target + amx.TILE_BYTES, LINE)
-        amx.store(2, target + 2 * amx.TILE_BYTES, LINE)
-        amx.store(3, target + 3 * amx.TILE_BYTES, LINE)
+        _four_tiles(queries, addresses + tile * 8, row, target, ahead + tile * 8, spare)
 
 
 @njit
@@ -166,27 +173,7 @@ def tile_logits(queries, addresses, count, row, logits):  # type: ignore[no-unty
     tiles = (count + ROWS - 1) // ROWS
     tile = 0
     while tile + 4 <= tiles:
-        at = addresses + tile * 8
-        a, b, c, d = simd.peek(at), simd.peek(at + 8), simd.peek(at + 16), simd.peek(at + 24)
-        amx.zero(0)
-        amx.zero(1)
-        amx.zero(2)
-        amx.zero(3)
-        for part in range(0, row, LINE):
-            amx.load(4, queries + part * ROWS, LINE)
-            amx.load(5, a + part, row)
-            amx.dot(0, 5, 4)
-            amx.load(6, b + part, row)
-            amx.dot(1, 6, 4)
-            amx.load(7, c + part, row)
-            amx.dot(2, 7, 4)
-            amx.load(5, d + part, row)
-            amx.dot(3, 5, 4)
-        target = logits + tile * amx.TILE_BYTES
-        amx.store(0, target, LINE)
-        amx.store(1, target + amx.TILE_BYTES, LINE)
-        amx.store(2, target + 2 * amx.TILE_BYTES, LINE)
-        amx.store(3, target + 3 * amx.TILE_BYTES, LINE)
+        _four_tiles(queries, addresses + tile * 8, row, logits + tile * amx.TILE_BYTES, None, 0)
         tile += 4
     while tile < tiles:
         amx.zero(0)
@@ -228,7 +215,7 @@ def largest(logits, count, before):  # type: ignore[no-untyped-def]
 def soften(logits, count, scale, peaks, totals, shrink, pairs, weights, ahead, row):  # type: ignore[no-untyped-def]
     """Logits as weights 2**(scale * (logit - peak)) in bf16, left operands [tokens / 32] of 16 rows x 32 tokens.
 
-    Fetches meanwhile, unless `row` is 0, the tiles that `ahead` names: the next chunk's keys and values.
+    Fetches meanwhile, unless `row` is 0, the tiles that `ahead` names: the next chunk's values.
     Updates peaks and totals of 16 rows; `shrink` becomes the factor for what was summed under the old peaks.
     """
     factor = simd.splat(scale)

@@ -5,10 +5,12 @@ expert let tokens that chose the same expert share its weights. Weights come as 
 one below the other; the shared expert's are those of a plain MLP where there is no router.
 """
 
+import math
+
 import numpy as np
 from numba import njit
 
-from tamis.kernels.cpu.dots import dot_rows, group_sums
+from tamis.kernels.cpu.dots import ROWS, dot_rows, group_sums
 from tamis.kernels.cpu.elements import gated, sigmoid
 from tamis.kernels.cpu.lowfloat import FAST
 from tamis.kernels.cpu.matvec import THREAD, WORK, carve, carve_tile, prepare
@@ -177,6 +179,15 @@ def down_tile(  # type: ignore[no-untyped-def]
             if bias.shape[0]:
                 total += bias[start + i]
             x[token, start + i] += total
+
+
+def down_room_size(inner: tuple[int, ...], shared_inner: tuple[int, ...], tile: int) -> int:
+    """Floats a thread of `down` needs: group sums, a tile's scales and shifts of either kind, and `tile` more.
+
+    The shapes are those of its arguments.
+    """
+    rows = math.prod(inner) + math.prod(shared_inner)
+    return (rows + 2 * ROWS * (inner[1] + shared_inner[1])) // GROUP + tile
 
 
 @njit(nogil=True, fastmath=FAST)

@@ -5,6 +5,7 @@ instructions. A frame is unpacked once, and the arrays that `view1` to `view3` m
 the frame keeps the memory alive while the kernel runs.
 """
 
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,11 @@ class Frame:
         self.values = np.array(values, np.int64)
         self.address: int = self.values.ctypes.data
         self._kept = entries
+
+
+def places(*sizes: int) -> tuple[int, ...]:
+    """Where entries of these sizes begin: a number takes 1, an array one more than it has axes."""
+    return tuple(accumulate(sizes[:-1], initial=0))
 
 
 @intrinsic  # type: ignore[untyped-decorator]

@@ -8,52 +8,43 @@ for bit.
 Taken are dense and K-only layers with bf16 planes on matrix tiles; everything else goes the ordinary way.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 import numpy as np
 import torch
 from numba import njit
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 from torch import Tensor
 
 from tamis.kernels.cpu import prefill
 from tamis.kernels.cpu.amx_attention import LOG2E, dense_items
 from tamis.kernels.cpu.amx_sparse import pick_and_attend
 from tamis.kernels.cpu.amx_tiles import copy_row
-from tamis.kernels.cpu.dots import ROWS
-from tamis.kernels.cpu.experts import down, gate_up
-from tamis.kernels.cpu.frames import Frame, borrow, open_frame, view1, view2
+from tamis.kernels.cpu.experts import down, down_room_size, gate_up
+from tamis.kernels.cpu.frames import Frame, borrow, open_frame, places, view1, view2
 from tamis.kernels.cpu.matvec import project, project_heads, room_size
 from tamis.kernels.cpu.model import CpuModelOps, Weights
 from tamis.kernels.cpu.ops import CpuOps, fit_tiles
 from tamis.kernels.cpu.threads import share
-from tamis.kernels.linear import ExpertWeights, GatedWeights, LayerWeights, Rope
+from tamis.kernels.linear import LayerWeights, Rope
 from tamis.kernels.ops import AttentionBatch, LayerPlanes
-from tamis.kernels.quant import GROUP
 
 _MATRIX = 3 + 2 + 2 + 2
 """Numbers of a frame that describe a weight: values, scales, offsets, bias."""
-
-
-def _places(*sizes: int) -> tuple[int, ...]:
-    """Where entries of these sizes begin."""
-    return tuple(accumulate(sizes[:-1], initial=0))
 
 
 # A layer's frame: numbers, then arrays.
 (
     _WIDTH, _Q_HEADS, _KV_HEADS, _DIM, _INDEX_HEADS, _INDEX_DIM, _BLOCK, _INIT, _LOCAL, _TOPK, _CLAMPED,
     _FLOATS, _NORM, _QKV, _TABLE, _NORMS, _O, _MLP_NORM, _ROUTER, _ROUTER_BIAS, _UP, _DOWN, _SHARED_UP, _SHARED_DOWN,
-) = _places(*[1] * 11, 2, 2, _MATRIX, 3, 2, _MATRIX, 2, 3, 2, *[_MATRIX] * 4)  # fmt: skip
+) = places(*[1] * 11, 2, 2, _MATRIX, 3, 2, _MATRIX, 2, 3, 2, *[_MATRIX] * 4)  # fmt: skip
 # A step's: numbers, then memory that every layer of this shape works in.
 (
     _TOKENS, _ROTATED, _O_CHUNK, _UP_CHUNK, _DOWN_CHUNK,
     _HEADS, _SCORES, _PICKS, _ATTENDED, _LSE, _CHOSEN, _SHARES, _INNER, _SHARED_INNER, _ROOM,
-) = _places(*[1] * 5, 2, 4, 4, 3, 3, 3, 3, 3, 3, 3)  # fmt: skip
+) = places(*[1] * 5, 2, 4, 4, 3, 3, 3, 3, 3, 3, 3)  # fmt: skip
 
 
 @njit
@@ -66,9 +57,9 @@ def _matrix(frame, at, kind):  # type: ignore[no-untyped-def]
 @njit
 def _put_rows(source, rows, target, count, row):  # type: ignore[no-untyped-def]
     """Write `count` heads to where `rows` (int64) says they lie in a plane; addresses, `row` bytes a head."""
-    places = borrow(rows, (count,), np.int64)
+    targets = borrow(rows, (count,), np.int64)
     for i in range(count):
-        copy_row(source + i * row, target + places[i] * row, row)
+        copy_row(source + i * row, target + targets[i] * row, row)
 
 
 @njit
@@ -169,6 +160,9 @@ class _Layer:
 
     frame: Frame
     kinds: tuple[NDArray[Any], ...]
+    """An array of the type of each matrix's values: kernels are compiled for it."""
+    dtypes: tuple[DTypeLike, ...]
+    """Of `kinds`: layers run in one call where they are alike."""
     few: int
     """Rows up to which this way is the faster one."""
     shape: tuple[Any, ...]
@@ -181,10 +175,9 @@ class _Layer:
 @dataclass(frozen=True)
 class _Step:
     frame: Frame
-    score: int
-    """Address of the frame; 0 in a dense layer."""
-    attend: int
-    kept: tuple[object, ...]
+    score: Frame | None
+    """None in a dense layer."""
+    attend: Frame
 
 
 class FusedLayers:
@@ -200,22 +193,22 @@ class FusedLayers:
     ) -> int:  # fmt: skip
         """See `LayerRunner.run`."""
         calls: list[list[int]] = []
-        kinds: tuple[NDArray[Any], ...] = ()
+        first: _Layer | None = None
         for place, weight in enumerate(weights):
             layer = self._layer(weight)
             if layer is None or len(x) > layer.few:
                 break
-            if calls and [kind.dtype for kind in kinds] != [kind.dtype for kind in layer.kinds]:
+            if first is not None and first.dtypes != layer.dtypes:
                 break
             planes = open_layer(place)
             if not _fits(planes):
                 break
-            kinds = layer.kinds
+            first = first or layer
             calls.append(self._call(layer, planes, rope, batch))
-        if calls:
+        if first is not None:
             cos, sin = rope
             self._ops.team.run(
-                launch_layers, *kinds, np.array(calls, np.int64), x.data_ptr(), cos.data_ptr(), sin.data_ptr()
+                launch_layers, *first.kinds, np.array(calls, np.int64), x.data_ptr(), cos.data_ptr(), sin.data_ptr()
             )
         return len(calls)
 
@@ -224,7 +217,8 @@ class FusedLayers:
         key = ("layer", layer.shape, planes.k.shape, planes.rows.shape)
         step: _Step = self._ops.planned(batch, key, lambda: self._plan(layer, planes, batch, rope))
         return [
-            layer.frame.address, step.frame.address, step.score, step.attend,
+            layer.frame.address, step.frame.address, 0 if step.score is None else step.score.address,
+            step.attend.address,
             planes.k.data_ptr(), planes.v.data_ptr(), 0 if planes.index_k is None else planes.index_k.data_ptr(),
             planes.k.shape[0], planes.rows.data_ptr(),
             0 if planes.index_rows is None else planes.index_rows.data_ptr(),
@@ -237,11 +231,8 @@ class FusedLayers:
 
     def _take(self, weights: LayerWeights) -> _Layer | None:
         sparse, groups = weights.sparse, weights.groups
-        routed = weights.mlp if isinstance(weights.mlp, ExpertWeights) else None
-        shared = routed.shared if routed is not None else weights.mlp
-        assert not isinstance(shared, ExpertWeights)
-        gated = routed.routed if routed is not None else shared
-        assert gated is not None
+        routed, shared = weights.routed, weights.shared
+        gated = weights.gated
         pair = shared or gated
         linears = (weights.qkv, weights.o, gated.gate_up, gated.down, pair.gate_up, pair.down)
         taken = [self._model.take(linear) for linear in linears]
@@ -287,7 +278,8 @@ class FusedLayers:
             tuple(matrix.chunk for matrix in matrices),
         )  # fmt: skip
         few = min(matrix.few for matrix in matrices)
-        return _Layer(frame, kinds, few, shape, (matrices[0], matrices[1], matrices[2], matrices[3]), weights)
+        dtypes = tuple(kind.dtype for kind in kinds)
+        return _Layer(frame, kinds, dtypes, few, shape, (matrices[0], matrices[1], matrices[2], matrices[3]), weights)
 
     def _plan(self, layer: _Layer, planes: LayerPlanes, batch: AttentionBatch, rope: Rope) -> _Step:
         ops, groups, tokens = self._ops, layer.weights.groups, batch.num_tokens
@@ -299,7 +291,7 @@ class FusedLayers:
         if sparse is None:
             attend = prefill.plan_dense(ops.team, ops.scratch, arrays, *shape)
             frame = self._memory(layer, tokens, rope[0].shape[1], 0)
-            return _Step(frame, 0, attend.kept.address, (attend,))
+            return _Step(frame, None, attend)
         index = groups[3]
         score = prefill.plan_scores(ops.team, ops.scratch, arrays, index.heads, index.dim, page_size, sparse.block_size)
         attend = prefill.plan_sparse(
@@ -307,33 +299,27 @@ class FusedLayers:
             block_size=sparse.block_size,
         )  # fmt: skip
         frame = self._memory(layer, tokens, rope[0].shape[1], score.blocks)
-        return _Step(frame, score.kept.address, attend.kept.address, (score, attend))
+        return _Step(frame, score.frame, attend)
 
     def _memory(self, layer: _Layer, tokens: int, rotated: int, blocks: int) -> Frame:
         weights, get = layer.weights, self._ops.scratch.get
-        routed = weights.mlp if isinstance(weights.mlp, ExpertWeights) else None
-        shared = routed.shared if routed is not None else weights.mlp
-        assert not isinstance(shared, ExpertWeights)
-        topk = 0 if routed is None else routed.topk
-        gated: GatedWeights | None = routed.routed if routed is not None else shared
-        assert gated is not None
+        shared = weights.shared
+        topk = 0 if weights.routed is None else weights.routed.topk
         _, o, up, low = layer.matrices
         q, width = weights.groups[0], weights.qkv.shape[-1]
         index_heads = weights.groups[3].heads if weights.sparse is not None else 0
         picks = weights.sparse.topk if weights.sparse is not None else 0
-        inner = (tokens * topk, gated.down.shape[-1])
+        inner = (tokens * topk, weights.gated.down.shape[-1])
         shared_inner = (tokens, 0 if shared is None else shared.down.shape[-1])
-        up_chunk = max(ROWS, up.chunk // (2 * ROWS) * ROWS)
-        sums = (math.prod(inner) + math.prod(shared_inner) + 2 * ROWS * (inner[1] + shared_inner[1])) // GROUP
         room = max(
             room_size(tokens, width, tokens * max(group.dim for group in weights.groups)),
             room_size(tokens, q.heads * q.dim, tokens * o.chunk),
-            room_size(tokens, width, 2 * tokens * up_chunk),
-            room_size(0, 0, sums + tokens * low.chunk),
+            room_size(tokens, width, 2 * tokens * up.pair_chunk),
+            down_room_size(inner, shared_inner, tokens * low.chunk),
         )
         heads = sum(group.heads * group.dim for group in weights.groups)
         return Frame(
-            tokens, rotated, o.chunk, up_chunk, low.chunk,
+            tokens, rotated, o.chunk, up.pair_chunk, low.chunk,
             get("layer heads", (tokens * heads,), np.uint16),
             get("layer scores", (index_heads, tokens, blocks), np.float32),
             get("layer picks", (index_heads, tokens, picks), np.int32),

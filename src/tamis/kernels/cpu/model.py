@@ -51,6 +51,11 @@ class Weights(NamedTuple):
         row_bytes: int = self.parts[0][0].nbytes
         return max(ROWS, ITEM_BYTES // row_bytes // ROWS * ROWS)
 
+    @property
+    def pair_chunk(self) -> int:
+        """Gates a work item takes, with as many ups: half of `chunk`."""
+        return max(ROWS, self.chunk // (2 * ROWS) * ROWS)
+
 
 class _Heads(NamedTuple):
     """What finishing the heads of a projection takes: see `matvec.put_head`."""
@@ -167,14 +172,13 @@ class CpuModelOps:
         router = (_NO_FLOATS.reshape(0, width), _NO_FLOATS, np.float32(1))
         if routed is not None:
             router = (routed.router.numpy(), routed.router_bias.numpy(), np.float32(routed.scaling))
-        chunk = max(ROWS, up.chunk // (2 * ROWS) * ROWS)
+        chunk = up.pair_chunk
         self.team.run(
             experts.launch_gate_up, *_normed(x, norm), *router, up.parts, shared_up.parts, shared_up.bias,
             _gate(gated.gate), chosen, shares, inner, shared_inner, self._room(tokens, width, 2 * tokens * chunk),
             chunk,
         )  # fmt: skip
-        groups = (inner.size + shared_inner.size + 2 * ROWS * (inner.shape[1] + shared_inner.shape[1])) // GROUP
-        room = self._room(0, 0, groups + tokens * down.chunk)
+        room = self._room_of(experts.down_room_size(inner.shape, shared_inner.shape, tokens * down.chunk))
         self.team.run(
             experts.launch_down, chosen, shares, inner, shared_inner, down.parts, shared_down.parts, shared_down.bias,
             x.numpy(), room, down.chunk,
@@ -295,7 +299,9 @@ class CpuModelOps:
         return heads
 
     def _room(self, tokens: int, width: int, tile: int) -> NDArray[Any]:
-        size = matvec.room_size(tokens, width, tile)
+        return self._room_of(matvec.room_size(tokens, width, tile))
+
+    def _room_of(self, size: int) -> NDArray[Any]:
         return self._scratch.get("room", (self.team.size, size), np.float32)
 
     def _buffer(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -16,6 +16,7 @@ from tamis.errors import KernelInputError
 from tamis.kernels.checks import check_attention, check_fits, check_lengths, check_picks, check_scores
 from tamis.kernels.cpu import plan, prefill
 from tamis.kernels.cpu.attend import launch_dense_parts, launch_finish, launch_sparse_parts
+from tamis.kernels.cpu.frames import Frame
 from tamis.kernels.cpu.lowfloat import as_array, is_readable
 from tamis.kernels.cpu.prefill import ArrayBatch
 from tamis.kernels.cpu.score import launch_score_tiles, launch_select
@@ -292,8 +293,8 @@ class CpuOps:
     def _sparse_plan(
         self, q: Tensor, k: Tensor, v: Tensor, picks: Tensor, batch: AttentionBatch, block_size: int,
         sinks: Tensor | None,
-    ) -> prefill.AttentionPlan:  # fmt: skip
-        def make() -> prefill.AttentionPlan:
+    ) -> Frame:  # fmt: skip
+        def make() -> Frame:
             check_attention(q, k, v, batch, sinks)
             check_picks(picks, q, k, block_size)
             arrays = self.arrays(batch, k)
@@ -303,7 +304,7 @@ class CpuOps:
             )  # fmt: skip
 
         shapes = q.shape, k.shape, v.shape, picks.shape, picks.dtype, None if sinks is None else sinks.shape
-        plan: prefill.AttentionPlan = self.planned(batch, ("sparse", block_size, *shapes), make)
+        plan: Frame = self.planned(batch, ("sparse", block_size, *shapes), make)
         return plan
 
     def _scratch_tensor(self, name: str, shape: tuple[int, ...], dtype: DTypeLike) -> Tensor:
@@ -313,7 +314,7 @@ class CpuOps:
         self, q: Tensor, k: Tensor, v: Tensor, batch: AttentionBatch, sinks: Tensor | None, k_scale: float,
         v_scale: float,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        def make() -> prefill.AttentionPlan:
+        def make() -> Frame:
             check_attention(q, k, v, batch, sinks)
             arrays = self.arrays(batch, k)
             return prefill.plan_dense(

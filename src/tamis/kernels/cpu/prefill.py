@@ -48,28 +48,21 @@ def supports(dim: int) -> bool:
     return dim % 32 == 0 and 0 < dim <= 256 and amx.available()
 
 
-class AttentionPlan(NamedTuple):
-    """What all layers of a step share whose attention has one shape: work items, and the memory they are done in.
-
-    Scratch is shared with every other plan, so calls come one after the other.
-    """
-
-    frame: Array
-    kept: Frame
-
-
 class ScorePlan(NamedTuple):
-    """The same for block scores."""
+    """`plan_scores`: the frame, and how many blocks the scores have."""
 
-    frame: Array
-    kept: Frame
+    frame: Frame
     blocks: int
     """NB: blocks of the longest sequence."""
 
 
+# A plan is what all layers of a step share whose operands have one shape: work items, and the memory they are done in.
+# Scratch is shared with every other plan, so calls come one after the other.
+
+
 def plan_dense(
     team: ThreadTeam, scratch: Scratch, batch: ArrayBatch, q_heads: int, kv_heads: int, dim: int, page_size: int
-) -> AttentionPlan:
+) -> Frame:
     """A plan for `dense`."""
     shape = (q_heads, kv_heads, dim, page_size)
     return _plan_attention(team, scratch, batch, shape, (DENSE_STATE_BYTES, DENSE_ITEMS), _MANY, 0, 1)
@@ -78,7 +71,7 @@ def plan_dense(
 def plan_sparse(
     team: ThreadTeam, scratch: Scratch, batch: ArrayBatch, q_heads: int, kv_heads: int, dim: int, page_size: int,
     *, index_heads: int, topk: int, block_size: int,
-) -> AttentionPlan:  # fmt: skip
+) -> Frame:  # fmt: skip
     """A plan for `sparse`."""
     each, shape = index_heads // kv_heads * topk, (q_heads, kv_heads, dim, page_size)
     sizes = SPARSE_STATE_BYTES, SPARSE_ITEMS
@@ -102,24 +95,24 @@ def plan_scores(
         scratch.get("score limits", (team.size, 3, rows), np.int32),
         scratch.get("score tiles", (team.size, 2 * CHUNK // ROWS), np.int64),
     )  # fmt: skip
-    return ScorePlan(frame.values, frame, blocks)
+    return ScorePlan(frame, blocks)
 
 
 def dense(
-    team: ThreadTeam, plan: AttentionPlan, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+    team: ThreadTeam, plan: Frame, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     *, sinks: Tensor | None = None, k_scale: float = 1.0, v_scale: float = 1.0,
 ) -> None:  # fmt: skip
     """`Ops.dense_attention` into out bf16 [T, Hq, D] and lse float32 [T, Hq], decode and prefill."""
-    team.run(launch_dense_items, plan.frame, *_operands(q, k, v, sinks, out, lse), *_scales(q, k_scale, v_scale))
+    team.run(launch_dense_items, plan.values, *_operands(q, k, v, sinks, out, lse), *_scales(q, k_scale, v_scale))
 
 
 def sparse(
-    team: ThreadTeam, plan: AttentionPlan, q: Tensor, k: Tensor, v: Tensor, picks: Tensor, block_size: int,
+    team: ThreadTeam, plan: Frame, q: Tensor, k: Tensor, v: Tensor, picks: Tensor, block_size: int,
     out: Tensor, lse: Tensor, *, sinks: Tensor | None = None, k_scale: float = 1.0, v_scale: float = 1.0,
 ) -> None:  # fmt: skip
     """`Ops.sparse_attention` into out bf16 [T, Hq, D] and lse float32 [T, Hq]; picks int32 [Hi, T, K]."""
     team.run(
-        launch_sparse_items, plan.frame, *_operands(q, k, v, sinks, out, lse), *_scales(q, k_scale, v_scale),
+        launch_sparse_items, plan.values, *_operands(q, k, v, sinks, out, lse), *_scales(q, k_scale, v_scale),
         picks.data_ptr(), picks.shape[0], picks.shape[2], block_size,
     )  # fmt: skip
 
@@ -131,8 +124,8 @@ def score_blocks(
     """`Ops.score_blocks` of score type "max" into scores float32 [Hi, T, NB]."""
     scale = np.float32(k_scale * index_q.shape[2] ** -0.5)
     team.run(
-        launch_score_items, plan.frame, index_q.data_ptr(), index_k.data_ptr(), index_k.shape[0], block_size, scale,
-        scores.data_ptr(),
+        launch_score_items, plan.frame.values, index_q.data_ptr(), index_k.data_ptr(), index_k.shape[0], block_size,
+        scale, scores.data_ptr(),
     )  # fmt: skip
 
 
@@ -143,22 +136,23 @@ def pick_blocks(
     """`Ops.pick_blocks` of score type "max" into picks int32 [Hi, T, topk], by way of scores float32 [Hi, T, NB]."""
     scale = np.float32(k_scale * index_q.shape[2] ** -0.5)
     team.run(
-        launch_pick_blocks, plan.frame, index_q.data_ptr(), index_k.data_ptr(), index_k.shape[0], sparse.block_size,
-        scale, scores.data_ptr(), sparse.init_blocks, sparse.local_blocks, picks.data_ptr(), sparse.topk,
+        launch_pick_blocks, plan.frame.values, index_q.data_ptr(), index_k.data_ptr(), index_k.shape[0],
+        sparse.block_size, scale, scores.data_ptr(), sparse.init_blocks, sparse.local_blocks, picks.data_ptr(),
+        sparse.topk,
     )  # fmt: skip
 
 
 def picked(
-    team: ThreadTeam, score_plan: ScorePlan, plan: AttentionPlan, q: Tensor, k: Tensor, v: Tensor, index_q: Tensor,
+    team: ThreadTeam, score_plan: ScorePlan, plan: Frame, q: Tensor, k: Tensor, v: Tensor, index_q: Tensor,
     index_k: Tensor, sparse: SparseAttentionConfig, scores: Tensor, picks: Tensor, out: Tensor, lse: Tensor,
     *, index_scale: float = 1.0, k_scale: float = 1.0, v_scale: float = 1.0,
 ) -> None:  # fmt: skip
     """`Ops.picked_attention` of score type "max" into out bf16 [T, Hq, D]; the rest as `pick_blocks` and `sparse`."""
     scale = np.float32(index_scale * index_q.shape[2] ** -0.5)
     team.run(
-        launch_picked, score_plan.frame, plan.frame, index_q.data_ptr(), index_k.data_ptr(), index_k.shape[0], scale,
-        scores.data_ptr(), picks.data_ptr(), index_q.shape[1], sparse.topk, sparse.block_size, sparse.init_blocks,
-        sparse.local_blocks, *_operands(q, k, v, None, out, lse), *_scales(q, k_scale, v_scale),
+        launch_picked, score_plan.frame.values, plan.values, index_q.data_ptr(), index_k.data_ptr(), index_k.shape[0],
+        scale, scores.data_ptr(), picks.data_ptr(), index_q.shape[1], sparse.topk, sparse.block_size,
+        sparse.init_blocks, sparse.local_blocks, *_operands(q, k, v, None, out, lse), *_scales(q, k_scale, v_scale),
     )  # fmt: skip
 
 
@@ -175,7 +169,7 @@ def _scales(q: Tensor, k_scale: float, v_scale: float) -> tuple[np.float32, np.f
 def _plan_attention(
     team: ThreadTeam, scratch: Scratch, batch: ArrayBatch, shape: tuple[int, int, int, int], sizes: tuple[int, int],
     most: int, picks_each: int, block_size: int,
-) -> AttentionPlan:  # fmt: skip
+) -> Frame:  # fmt: skip
     """Cut the work and find room for it; the frame is what `amx_room` reads.
 
     shape: query heads, KV heads, dim, page size; sizes: bytes of state of a range, items a thread; most: tokens of
@@ -189,7 +183,7 @@ def _plan_attention(
     threads, rows = team.size, -(-span * group // ROWS) * ROWS
     longest = -(-batch.page_table.shape[1] * page_size // block_size) if picks_each else 0
     slots = threads + cut * heads
-    frame = Frame(
+    return Frame(
         tokens, *shape, batch.page_table, batch.seq_lens, batch.positions,
         amx.tile_config(), items, np.zeros(max(ranges * heads, 1), np.int64),
         scratch.get("bytes", (threads, -(-room_bytes(dim, rows) // LINE) * LINE), np.uint8),
@@ -203,7 +197,6 @@ def _plan_attention(
         scratch.get("peaks", (slots, rows), np.float32),
         scratch.get("totals", (slots, rows), np.float32),
     )  # fmt: skip
-    return AttentionPlan(frame.values, frame)
 
 
 def _cut(batch: ArrayBatch, span: int, heads: int, target: int, most: int) -> tuple[Array, int, int]:

@@ -56,40 +56,33 @@ def _cell(context: Any, builder: Any, array_type: Any, array: Any, index: Any) -
     return cgutils.get_item_pointer(context, builder, array_type, view, [index])
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def take_ticket(_context: Any, tickets: Any, phase: Any) -> Any:
-    """`take_ticket(tickets, phase)` -> int64: the next work item of a phase, each handed out once over all threads."""
-    signature = types.int64(tickets, types.intp)
+def _update(operation: str, fixed: int | None = None) -> Callable[..., Any]:
+    """Change a cell (arguments: array, index, value unless that is `fixed`) in one order that all threads agree on."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         pointer = _cell(context, builder, signature.args[0], args[0], args[1])
-        return builder.atomic_rmw("add", pointer, ir.Constant(_I64, 1), "seq_cst")
+        value = args[2] if fixed is None else ir.Constant(_I64, fixed)
+        return builder.atomic_rmw(operation, pointer, value, "seq_cst")
 
-    return signature, generate
+    return generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def take_ticket(_context: Any, tickets: Any, phase: Any) -> Any:
+    """`take_ticket(tickets, phase)` -> int64: the next work item of a phase, each handed out once over all threads."""
+    return types.int64(tickets, types.intp), _update("add", 1)
 
 
 @intrinsic  # type: ignore[untyped-decorator]
 def _add(_context: Any, box: Any, index: Any, value: Any) -> Any:
-    """Add to a cell of the mailbox, in one order that all threads agree on; returns the old value."""
-    signature = types.int64(box, types.intp, types.int64)
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        pointer = _cell(context, builder, signature.args[0], args[0], args[1])
-        return builder.atomic_rmw("add", pointer, args[2], "seq_cst")
-
-    return signature, generate
+    """Add to a cell of the mailbox; returns the old value."""
+    return types.int64(box, types.intp, types.int64), _update("add")
 
 
 @intrinsic  # type: ignore[untyped-decorator]
 def _swap(_context: Any, box: Any, index: Any, value: Any) -> Any:
-    """Write a cell of the mailbox, in the same order; returns the old value."""
-    signature = types.int64(box, types.intp, types.int64)
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        pointer = _cell(context, builder, signature.args[0], args[0], args[1])
-        return builder.atomic_rmw("xchg", pointer, args[2], "seq_cst")
-
-    return signature, generate
+    """Write a cell of the mailbox; returns the old value."""
+    return types.int64(box, types.intp, types.int64), _update("xchg")
 
 
 @intrinsic  # type: ignore[untyped-decorator]
