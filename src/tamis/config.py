@@ -266,7 +266,7 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class GenerationDefaults:
-    """Sampling defaults of a checkpoint (`generation_config.json`); None where it says nothing."""
+    """Sampling defaults of a checkpoint (`generation_config.json`) or of the built-in model; None: nothing is said."""
 
     temperature: float | None = None
     top_p: float | None = None

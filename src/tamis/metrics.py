@@ -20,9 +20,15 @@ class ServerMetrics:
         self._registry = CollectorRegistry()
         registry = self._registry
         self.http_requests = Counter(
-            "tamis_http_requests", "HTTP requests answered.", ("path", "status"), registry=registry
+            "tamis_http_requests",
+            "HTTP requests answered, but for /health and /metrics.",
+            ("path", "status"),
+            registry=registry,
         )
-        self.http_active = Gauge("tamis_http_requests_active", "HTTP requests being answered.", registry=registry)
+        self.http_active = Gauge(
+            "tamis_http_requests_active", "HTTP requests being answered, but for /health and /metrics.",
+            registry=registry,
+        )  # fmt: skip
         self.finished = Counter(
             "tamis_completions_finished", "Completions by how they ended.", ("reason",), registry=registry
         )

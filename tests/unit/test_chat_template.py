@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 
-from tamis.engine.chat_template import ChatTemplates
+from tamis.engine.chat_template import ROLES, ChatTemplates
 from tamis.errors import RequestError, TokenizerError
 
 USER = [{"role": "user", "content": "Hi"}]
@@ -72,17 +72,17 @@ def test_templates_have_what_model_authors_rely_on(template: str, expected: str)
         ([], "messages is empty"),
         (["Hi"], "messages[0] must be a {role, content}, not str"),
         ([*USER, {"content": "x"}], "messages[1] has no role"),
-        ([{"role": 3, "content": "x"}], "messages[0]: its role is not text"),
+        ([{"role": 3, "content": "x"}], "messages[0].role is 3, not text"),
         ([{"role": "user"}], "messages[0] has no content"),
         ([{"role": "assistant", "content": None}], "messages[0] has no content"),
-        ([{"role": "user", "content": 5}], "messages[0]: its content must be text, not int"),
+        ([{"role": "user", "content": 5}], "messages[0].content must be text, not int"),
         (
             [{"role": "user", "content": [{"type": "image_url"}]}],
-            "messages[0]: its content[0] is 'image_url', and only text parts are supported",
+            "messages[0].content[0] is 'image_url', and only text parts are supported",
         ),
         (
             [{"role": "user", "content": ["x"]}],
-            "messages[0]: its content[0] is 'str', and only text parts are supported",
+            "messages[0].content[0] is 'str', and only text parts are supported",
         ),
     ],
 )
@@ -90,6 +90,21 @@ def test_messages_of_another_form_are_refused(messages: Any, message: str) -> No
     with pytest.raises(RequestError) as caught:
         render(CHATML, messages)
     assert str(caught.value) == message
+
+
+@pytest.mark.parametrize("role", ["wizard", "User", "", "x" * 1000])
+def test_a_role_that_nobody_knows_is_refused_with_its_place_and_the_ones_there_are(role: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        render(CHATML, [*USER, {"role": role, "content": "x"}])
+    assert str(caught.value).startswith(f"messages[1].role is {role!r}"[:90])
+    assert str(caught.value).endswith(", not one of system, developer, user, assistant, tool")
+    assert len(str(caught.value)) < 200
+
+
+def test_a_role_that_the_template_names_is_taken() -> None:
+    template = CHATML + "{% if messages[0].role in ('observation', \"root\") %}{% endif %}"
+    for role in ("observation", "root", *ROLES):
+        assert role in render(template, [{"role": role, "content": "x"}]) or role == "tool"
 
 
 def test_text_parts_are_joined_and_tool_calls_may_stand_alone() -> None:

@@ -205,3 +205,27 @@ def test_output_that_cannot_be_written_is_an_error(
 
 def test_a_usage_error_says_where_help_is() -> None:
     assert invoke("plan", "--fly").err.endswith(" (see tamis plan --help)\n")
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "",
+        "generate",
+        "chat",
+        "serve",
+        "bench",
+        "inspect",
+        "plan",
+        "pull",
+        "kv",
+        "kv ls",
+        "kv stat",
+        "kv verify",
+        "kv gc",
+    ],
+)
+def test_help_shows_flags_without_a_value(command: str) -> None:
+    shown = invoke(*command.split(), "--help").out
+    assert "--help" in shown
+    assert "bool" not in shown.lower()

@@ -65,9 +65,20 @@ def test_plan_without_memory_has_no_budget_lines() -> None:
     assert "fit" not in invoke("plan", "minimax-m3").out
 
 
-def test_plan_of_a_budget_below_one_page_says_that_nothing_fits() -> None:
-    facts = plan("minimax-m3", "--memory", "1MiB", "--page-size", "128")
-    assert (facts["pages"], facts["tokens"]) == (0, 0)
+@pytest.mark.parametrize("form", [[], ["--json"]])
+def test_plan_of_a_budget_below_one_page_shows_the_figures_and_fails_naming_both_numbers(form: list[str]) -> None:
+    page = 137_472 * 128
+    result = invoke("plan", "minimax-m3", "--memory", str(page - 1), "--page-size", "128", *form)
+    assert result.code == 1
+    assert result.err == (
+        "error: --memory 17596415 is 17,596,415 bytes and holds no page: one takes 17,596,416 bytes (128 tokens)\n"
+    )
+    if form:
+        facts = json.loads(result.out)
+        assert (facts["pages"], facts["tokens"], facts["bytes_per_page"]) == (0, 0, page)
+    else:
+        assert "17,596,416 bytes" in result.out
+    assert plan("minimax-m3", "--memory", str(page), "--page-size", "128")["tokens"] == 128
 
 
 def test_plan_takes_the_page_size_of_the_engine_by_default(tmp_path: Path) -> None:

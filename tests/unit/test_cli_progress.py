@@ -5,8 +5,8 @@ import sys
 import pytest
 from rich.console import Console
 
-from tamis.cli.progress import ProgressBars, make_progress
-from tamis.progress import NoProgress
+from tamis.cli.progress import ProgressBars, ProgressLines, make_progress
+from tamis.progress import NoProgress, Unit
 
 
 class Terminal(io.StringIO):
@@ -22,16 +22,17 @@ def test_a_terminal_gets_bars(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("variable", ["FORCE_COLOR", "TTY_COMPATIBLE"])
-def test_a_file_gets_nothing_whatever_the_environment_says(monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
+def test_a_file_gets_lines_whatever_the_environment_says(monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
     monkeypatch.setattr(sys, "stderr", io.StringIO())
     monkeypatch.setenv(variable, "1")
-    assert isinstance(make_progress(), NoProgress)
+    assert isinstance(make_progress(), ProgressLines)
+    assert isinstance(make_progress(quiet=True), NoProgress)
 
 
-def test_a_terminal_that_cannot_move_its_cursor_gets_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_that_cannot_move_its_cursor_gets_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", Terminal())
     monkeypatch.setenv("TERM", "dumb")
-    assert isinstance(make_progress(), NoProgress)
+    assert isinstance(make_progress(), ProgressLines)
 
 
 def test_no_standard_error_gets_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,3 +100,37 @@ def test_calls_out_of_turn_do_no_harm() -> None:
     progress.finish()
     assert "first" in out.getvalue()
     assert "second" in out.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("task", "line"),
+    [
+        (("compiling kernels", None, "steps"), "compiling kernels ...\n"),
+        (("downloading toy", 93 << 20, "bytes"), "downloading toy, 93.0 MiB ...\n"),
+        (("reading the prompt", 8000, "tokens"), "reading the prompt, 8,000 tokens ...\n"),
+    ],
+)
+def test_what_takes_long_is_told_once_where_there_is_no_bar(
+    capsys: pytest.CaptureFixture[str], task: tuple[str, int | None, Unit], line: str
+) -> None:
+    progress = ProgressLines(after=0.01)
+    progress.start(*task)
+    assert progress._timer is not None
+    progress._timer.join(timeout=20)
+    progress.advance(1)
+    progress.finish()
+    progress.finish()
+    assert capsys.readouterr().err == line
+
+
+def test_what_is_done_soon_is_not_told(capsys: pytest.CaptureFixture[str]) -> None:
+    progress = ProgressLines(after=60)
+    progress.start("loading", 10, "bytes")
+    first = progress._timer
+    progress.start("loading more", 10, "bytes")
+    second = progress._timer
+    progress.finish()
+    for timer in (first, second):
+        assert timer is not None
+        timer.join(timeout=20)
+    assert capsys.readouterr().err == ""

@@ -1,8 +1,15 @@
 """The Containerfile fits the tree and the command it starts."""
 
+import http.server
 import json
+import os
 import re
+import subprocess
+import sys
+import threading
 from pathlib import Path
+
+import pytest
 
 from support.cli import invoke
 
@@ -31,4 +38,43 @@ def test_the_command_has_these_options_and_listens_where_health_is_asked() -> No
     assert all(option in usage.out for option in options if option.startswith("--"))
     (port,) = arguments("EXPOSE")
     assert re.search(rf"--port .*\[default: {port}\]", re.sub(r"\s+", " ", usage.out))
-    assert f":{port}/health" in arguments("HEALTHCHECK")[0]
+    assert f"127.0.0.1:{port}'" in health_command()[-1]
+
+
+def health_command() -> list[str]:
+    (check,) = arguments("HEALTHCHECK")
+    command = json.loads(check.partition("CMD ")[2])
+    assert isinstance(command, list)
+    return command
+
+
+@pytest.mark.parametrize(("status", "code"), [(200, 0), (503, 1), (None, 1)])
+def test_health_is_asked_for_without_a_proxy(status: int | None, code: int) -> None:
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(status or 0 if self.path == "/health" else 404)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            """Quiet."""
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Handler) as server:
+        port = server.server_port
+        thread = threading.Thread(target=server.handle_request)
+        if status is None:
+            server.server_close()  # nobody listens
+        else:
+            thread.start()
+        _, *rest, program = health_command()
+        program = program.replace(":8000'", f":{port}'")
+        environment = {**os.environ, "http_proxy": "http://127.0.0.1:1", "HTTP_PROXY": "http://127.0.0.1:1"}
+        done = subprocess.run(
+            [sys.executable, *rest, program], env=environment, capture_output=True, timeout=60, check=False
+        )
+        if status is not None:
+            thread.join()
+    assert done.returncode == code, done.stderr
+
+
+def test_every_stage_has_the_same_python() -> None:
+    assert len({line.partition(" AS ")[0] for line in arguments("FROM")}) == 1

@@ -1,7 +1,10 @@
 """How kernel threads share work: all of it done once, whoever sleeps, fails or ends meanwhile."""
 
+import gc
+import queue
 import threading
 from collections.abc import Iterator
+from contextlib import closing
 
 import numpy as np
 import pytest
@@ -65,6 +68,12 @@ def team(request: pytest.FixtureRequest) -> Iterator[ThreadTeam]:
     team.close()
 
 
+def asleep(team: ThreadTeam) -> None:
+    """Wait until all threads but the caller's are."""
+    while any(team._box[-8 * team.size :: 8][1:] != 1):
+        threading.Event().wait(0.001)
+
+
 def test_every_work_item_is_done_once(team: ThreadTeam) -> None:
     cells = np.zeros(1000, np.int64)
     for _ in range(2000):
@@ -82,8 +91,7 @@ def test_phases_follow_each_other(team: ThreadTeam) -> None:
 def test_threads_that_sleep_are_woken(team: ThreadTeam) -> None:
     """They lie down at once where nothing comes, and each of them takes part in the next kernel."""
     for _ in range(3):
-        while any(team._box[-8 * team.size :: 8][1:] != 1):  # until all are asleep
-            threading.Event().wait(0.001)
+        asleep(team)
         arrived = np.zeros(team.size, np.int64)
         team.run(launch_meet, arrived, 1 << 34)
         assert arrived.all()
@@ -127,3 +135,58 @@ def test_a_closed_team_refuses_and_its_threads_are_gone() -> None:
     assert threading.active_count() == before
     with pytest.raises(EngineClosedError, match="closed"):
         team.run(launch_count_up, np.zeros(3, np.int64), 1)
+
+
+def test_an_interrupt_while_threads_are_woken_leaves_none_asleep() -> None:
+    class Interrupted:
+        """Ctrl-C at the worst moment, once."""
+
+        def __init__(self, alarm: "queue.SimpleQueue[None]") -> None:
+            self._alarm, self._calls = alarm, 0
+
+        def put(self, item: None) -> None:
+            self._calls += 1
+            if self._calls == 1:
+                raise KeyboardInterrupt
+            self._alarm.put(item)
+
+    with closing(ThreadTeam(3)) as team:
+        team._alarms[:] = [Interrupted(alarm) for alarm in team._alarms]  # type: ignore[misc]
+        for _ in range(len(team._alarms)):
+            asleep(team)
+            with pytest.raises(KeyboardInterrupt):
+                team.run(launch_meet, np.zeros(team.size, np.int64), 0)
+        arrived = np.zeros(team.size, np.int64)
+        team.run(launch_meet, arrived, 1 << 34)
+        assert arrived.all()
+
+
+def test_a_team_that_is_dropped_ends_its_threads() -> None:
+    before = threading.active_count()
+    team = ThreadTeam(3)
+    team.run(launch_count_up, np.zeros(3, np.int64), 1)
+    threads = team._threads
+    assert threading.active_count() == before + 2
+    del team
+    gc.collect()
+    for thread in threads:
+        thread.join(timeout=20)
+    assert threading.active_count() == before
+
+
+def test_threads_that_were_started_end_where_another_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    start, started = threading.Thread.start, list[threading.Thread]()
+
+    def start_two(thread: threading.Thread) -> None:
+        if len(started) == 2:
+            raise RuntimeError("can't start new thread")
+        started.append(thread)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_two)
+    with pytest.raises(RuntimeError, match="can't start"):
+        ThreadTeam(5)
+    gc.collect()
+    for thread in started:
+        thread.join(timeout=20)
+        assert not thread.is_alive()

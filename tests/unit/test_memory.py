@@ -10,7 +10,7 @@ from support.engines import hash_config
 from tamis.config import EngineConfig, LayerKind, ModelConfig, SparseAttentionConfig
 from tamis.engine.memory import available_memory, build_pool, kv_budget, resolve, resolve_dtype
 from tamis.errors import ConfigError, PageSizeError
-from tamis.kv import KVLayout
+from tamis.kv import KVLayout, SparseKVPool
 from tamis.units import format_size, parse_size
 
 GiB = 1 << 30
@@ -163,13 +163,41 @@ def test_the_default_budget_is_half_of_the_memory_or_a_context_for_each_running_
     assert kv_budget(few, layout, 1000, available=100 * GiB) == 3 * 8 * layout.bytes_per_page
 
 
-def test_a_budget_above_the_available_memory_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    kv_budget(EngineConfig(kv_budget=GiB), f2_layout(), 1000, available=GiB)
+def pool_of(budget: int) -> SparseKVPool:
+    config = hash_config()
+    return build_pool(resolve(EngineConfig(kv_budget=budget, page_size=4, dtype="fp32"), config), config)
+
+
+def test_a_budget_above_the_available_memory_is_taken_and_logged(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tamis.engine.memory.available_memory", lambda: 2048)
+    pool_of(2048)
     assert not caplog.messages
-    assert kv_budget(EngineConfig(kv_budget=2 * GiB), f2_layout(), 1000, available=GiB) == 2 * GiB
+    pool_of(4096)
     assert caplog.messages == [
-        "kv_budget=2147483648 (2.0 GiB) is more than the 1073741824 bytes (1.0 GiB) of memory that are available"
+        "kv_budget=4096 (4.0 KiB) is more than the 2048 bytes (2.0 KiB) of memory that are available: "
+        "the system may end the process once the pool fills"
     ]
+
+
+def test_a_budget_that_cannot_be_had_is_one_error_with_both_numbers_and_a_way_out(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_arguments: object, **_settings: object) -> None:
+        raise ConfigError("a KV pool of 4096 bytes cannot be made on device='cpu': Unable to allocate")
+
+    monkeypatch.setattr("tamis.engine.memory.SparseKVPool", refuse)
+    monkeypatch.setattr("tamis.engine.memory.available_memory", lambda: 2048)
+    with pytest.raises(ConfigError) as caught:
+        pool_of(4096)
+    assert str(caught.value) == (
+        "kv_budget=4096 (4.0 KiB) is more than the 2048 bytes (2.0 KiB) of memory that are available, and cannot be "
+        "had: give less, or no budget for half of what is free"
+    )
+    assert not caplog.messages
+    with pytest.raises(ConfigError, match="Unable to allocate"):
+        pool_of(2048)
 
 
 def test_a_budget_below_one_page_names_both_numbers() -> None:

@@ -1,14 +1,17 @@
+import contextlib
+import itertools
 import json
+import re
 from typing import Any
 
 import pytest
 from fastapi.exceptions import RequestValidationError
-from pydantic import TypeAdapter, ValidationError
+from pydantic import BaseModel, TypeAdapter, ValidationError
 from starlette.exceptions import HTTPException
 
 from tamis import errors
-from tamis.server.errors import ApiError, to_api_error
-from tamis.server.schema import ChatRequest, CompletionRequest
+from tamis.server.errors import MAX_MESSAGE, ApiError, to_api_error
+from tamis.server.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 
 
 def refused(kind: Any, body: Any) -> ApiError:
@@ -82,22 +85,20 @@ def test_a_sampling_error_names_its_field(message: str, param: str | None) -> No
     ("body", "param", "words"),
     [
         ({}, "prompt", "prompt is missing"),
-        (
-            {"prompt": "x", "temperature": "hot"},
-            "temperature",
-            "input should be a valid number, not 'hot'",
-        ),
+        ({"prompt": "x", "temperature": "hot"}, "temperature", "temperature must be a number, not 'hot'"),
         ({"prompt": "x", "max_tokens": 1.5}, "max_tokens", "not 1.5"),
         ({"prompt": "x", "max_tokens": "5"}, "max_tokens", "not '5'"),
-        ({"prompt": "x", "n": True}, "n", "not True"),
-        ({"prompt": [[1, "a"]]}, "prompt[0][1]", "prompt[0][1]: input should be a valid integer, not 'a'"),
-        ({"prompt": 5}, "prompt", "prompt: input should be a valid string or input should be a valid list, not 5"),
-        ({"prompt": "x", "stop": [1]}, "stop[0]", "stop[0]: input should be a valid string, not 1"),
+        ({"prompt": "x", "n": True}, "n", "not true"),
+        ({"prompt": [[1, "a"]]}, "prompt[0][1]", "prompt[0][1] must be a whole number, not 'a'"),
+        ({"prompt": 5}, "prompt", "prompt must be text or a list, not 5"),
+        ({"prompt": "x", "stop": [1]}, "stop[0]", "stop[0] must be text, not 1"),
         ({"prompt": "x", "foo": 1}, "foo", "foo is not a field of this request"),
         ({"prompt": "x", "stream_options": {}}, "stream_options", "stream_options needs stream=true"),
         ({"prompt": "x", "best_of": 3, "n": 2}, "best_of", "best_of=3 must be n=2"),
         ({"prompt": "x", "suffix": "y"}, "suffix", "suffix is not supported"),
-        ([], None, "the body: "),
+        ({"prompt": None}, "prompt", "prompt must be text or a list, not null"),
+        ({"prompt": "x", "logit_bias": {"5": "x"}}, "logit_bias.5", "logit_bias.5 must be a number, not 'x'"),
+        ([], None, "the body must be an object, not []"),
     ],
 )
 def test_a_wrong_completion_names_field_and_value(body: Any, param: str | None, words: str) -> None:
@@ -109,15 +110,34 @@ def test_a_wrong_completion_names_field_and_value(body: Any, param: str | None, 
 @pytest.mark.parametrize(
     ("fields", "param", "words"),
     [
-        ({"messages": []}, "messages", "at least 1 item"),
+        ({"messages": []}, "messages", "messages must hold 1 or more entries, not []"),
         ({"messages": [{"content": "x"}]}, "messages[0].role", "messages[0].role is missing"),
-        ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content", "not 5"),
+        (
+            {"messages": [{"role": "user", "content": 5}]},
+            "messages[0].content",
+            "messages[0].content must be text or a list, not 5",
+        ),
+        ({"messages": [5]}, "messages[0]", "messages[0] must be an object, not 5"),
         ({"top_logprobs": 2}, "top_logprobs", "top_logprobs needs logprobs=true"),
         ({"tool_choice": "required"}, "tool_choice", "tool_choice needs tools"),
-        ({"response_format": {"type": "yaml"}}, "response_format", "'yaml'"),
-        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name", "'a b'"),
+        (
+            {"response_format": {"type": "yaml"}},
+            "response_format.type",
+            "response_format.type must be one of 'text', 'json_object', 'json_schema', not 'yaml'",
+        ),
+        ({"response_format": {}}, "response_format.type", "response_format.type is missing"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "a b"}}]},
+            "tools[0].function.name",
+            "tools[0].function.name must match ^[a-zA-Z0-9_.-]+$, not 'a b'",
+        ),
+        (
+            {"tool_choice": "maybe"},
+            "tool_choice",
+            "tool_choice must be 'none', 'auto' or 'required' or an object, not 'maybe'",
+        ),
         ({"audio": {}}, "audio", "audio is not a field of this request"),
-        ({"store": True}, "store", "not True"),
+        ({"store": True}, "store", "store must be false, not true"),
     ],
 )
 def test_a_wrong_chat_names_field_and_value(fields: dict[str, Any], param: str, words: str) -> None:
@@ -126,6 +146,64 @@ def test_a_wrong_chat_names_field_and_value(fields: dict[str, Any], param: str, 
     assert words in str(told)
 
 
-def test_a_large_value_is_not_repeated_in_full() -> None:
-    told = refused(CompletionRequest, {"prompt": "x", "temperature": "y" * 100_000})
-    assert len(str(told)) < 300
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"temperature": "y" * 100_000},
+        {"y" * 100_000: 1},
+        {"logit_bias": {"y" * 100_000: "x"}},
+        {"best_of": 10**4000},
+    ],
+)
+def test_nothing_large_is_repeated_in_full(fields: dict[str, Any]) -> None:
+    told = refused(CompletionRequest, {"prompt": "x", **fields})
+    assert len(str(told)) <= MAX_MESSAGE
+    assert len(told.param or "") <= MAX_MESSAGE
+
+
+VALUES: list[Any] = [
+    None, True, 5, 1.5, "x", "", [], {}, [1], ["a"], [[]], [None], {"a": 1}, {"type": "x"}, {"type": 5},
+    {"type": "json_schema"}, {"type": "json_schema", "json_schema": {}}, {"type": "function", "function": {}}, [{}],
+    [{"type": "function", "function": {"name": "a" * 65}}], [{"type": "function", "function": {"name": ""}}],
+    [{"role": "user", "content": [{}]}], [{"role": "user", "tool_calls": [{"type": "x"}]}], [{"role": 5}], 10**400,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", [CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest])
+def test_every_fault_of_a_body_is_told_in_our_words_and_names_a_field(kind: type[BaseModel]) -> None:
+    sound = {"prompt": "x", "messages": [{"role": "user", "content": "x"}], "tokens": [1]}
+    sound = {name: value for name, value in sound.items() if name in kind.model_fields}
+    if kind is TokenizeRequest:
+        sound.pop("messages")
+    told = []
+    for name, value in itertools.product(kind.model_fields, VALUES):
+        with contextlib.suppress(AssertionError):  # the value was good
+            told.append((name, refused(kind, {**sound, name: value})))
+    assert len(told) > 5 * len(kind.model_fields)
+    for name, error in told:
+        message = str(error)
+        assert not re.search(r"[Ii]nput|should|[Vv]alid|[Vv]alue error|dictionary|instance|something else", message)
+        assert re.search(r"\b(must|missing|needs|supported|names|cannot|field|either)\b", message), message
+        assert (error.param or name).startswith(name), (name, error.param, message)
+
+
+@pytest.mark.parametrize(
+    ("error", "param"),
+    [
+        (errors.RequestError("messages[3].role is 'x', not one of user"), "messages[3].role"),
+        (errors.RequestError("messages[0] has no content"), "messages[0]"),
+        (
+            errors.RequestError("messages[0].tool_calls[1]: the arguments of 'f' are not JSON"),
+            "messages[0].tool_calls[1]",
+        ),
+        (errors.GrammarError("tools: the parameters of 'f': no"), "tools"),
+        (errors.GrammarError("tool_choice names 'x', and there is no such tool"), "tool_choice"),
+        (errors.GrammarError("the grammar cannot be compiled"), "response_format"),
+        (errors.TokenRangeError("stop_token_ids holds token 999"), "stop_token_ids"),
+        (errors.TokenRangeError("the prompt's token 0 is -1"), "prompt"),
+        (errors.SamplingError("prompt 1: n=5 is more than max_num_seqs=4"), "n"),
+        (errors.TokenizerError("toy: the chat template failed"), None),
+    ],
+)
+def test_what_is_wrong_with_a_request_names_its_field(error: errors.TamisError, param: str | None) -> None:
+    assert to_api_error(error).param == param

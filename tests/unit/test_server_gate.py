@@ -166,3 +166,21 @@ def test_unknown_paths_are_counted_together() -> None:
     for name in ("a", "b"):
         ask(gate(metrics=metrics), b"", path=f"/{name}")
     assert 'tamis_http_requests_total{path="other",status="200"} 2.0' in metrics.text().decode()
+
+
+@pytest.mark.parametrize("path", ["/health", "/metrics"])
+def test_what_monitoring_asks_for_is_not_counted(path: str) -> None:
+    metrics = ServerMetrics()
+    seen: list[str] = []
+
+    async def look(scope: Scope, receive: Receive, send: Send) -> None:
+        seen.append(metrics.text().decode())
+        await echo(scope, receive, send)
+
+    app = gate(look, metrics)
+    ask(app, b"", path=path, method="GET")
+    ask(app, b"")
+    assert "tamis_http_requests_active 0.0" in seen[0]
+    assert "tamis_http_requests_active 1.0" in seen[1]
+    counts = [line for line in metrics.text().decode().splitlines() if line.startswith("tamis_http_requests_total")]
+    assert counts == ['tamis_http_requests_total{path="/v1/completions",status="200"} 1.0']

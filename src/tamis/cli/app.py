@@ -13,6 +13,7 @@ import tamis
 from tamis.cli import CommonOptions
 from tamis.cli.bench import bench
 from tamis.cli.chat import chat
+from tamis.cli.commands import Command, Group
 from tamis.cli.generate import generate
 from tamis.cli.inspect import inspect
 from tamis.cli.kv import kv
@@ -22,13 +23,14 @@ from tamis.cli.pull import pull
 from tamis.cli.serve import serve
 
 app = typer.Typer(
+    cls=Group,
     help="Run language models with block-sparse attention on a sparse KV pool.",
     add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 for command in (generate, chat, serve, bench, inspect, plan, pull):
-    app.command()(command)
+    app.command(cls=Command)(command)
 app.add_typer(kv, name="kv")
 
 

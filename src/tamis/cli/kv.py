@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from tamis.cli.commands import Command, Group
 from tamis.cli.options import AsJson, Debug
 
 if TYPE_CHECKING:
     from tamis.kv.tiers.base import TierEntry
     from tamis.kv.tiers.stored import StoredTier
 
-kv = typer.Typer(help="Look after the pages that KV tiers keep.", no_args_is_help=True)
+kv = typer.Typer(cls=Group, help="Look after the pages that KV tiers keep.", no_args_is_help=True)
 
 Place = Annotated[
     str,
@@ -23,7 +24,7 @@ _CORRUPT = 1
 """Exit code where pages are not as they were written."""
 
 
-@kv.command()
+@kv.command(cls=Command)
 def ls(place: Place, as_json: AsJson = False, _debug: Debug = False) -> None:
     """List the pages, the last used first."""
     from rich.markup import escape
@@ -43,7 +44,7 @@ def ls(place: Place, as_json: AsJson = False, _debug: Debug = False) -> None:
     print_table(table)
 
 
-@kv.command()
+@kv.command(cls=Command)
 def stat(place: Place, as_json: AsJson = False, _debug: Debug = False) -> None:
     """Count the pages, their bytes and who has pinned them."""
     from rich.markup import escape
@@ -67,7 +68,7 @@ def stat(place: Place, as_json: AsJson = False, _debug: Debug = False) -> None:
     print_table(key_values(f"KV tier {escape(tier.name)}", rows))
 
 
-@kv.command()
+@kv.command(cls=Command)
 def verify(
     place: Place,
     delete: Annotated[bool, typer.Option("--delete", help="Delete the pages that are not whole.")] = False,
@@ -93,7 +94,7 @@ def verify(
         raise typer.Exit(_CORRUPT)
 
 
-@kv.command()
+@kv.command(cls=Command)
 def gc(
     place: Place,
     size: Annotated[str | None, typer.Option(metavar="SIZE", help="Evict until so much is left: 50GiB.")] = None,

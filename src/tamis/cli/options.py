@@ -39,7 +39,7 @@ ModelOrConfig = Annotated[
 ]
 Debug = Annotated[bool, _flag("--debug", "Show tracebacks and logs.", callback=_set_debug, is_eager=True)]
 AsJson = Annotated[bool, _flag("--json", "Print one JSON object.")]
-Quiet = Annotated[bool, _flag("--quiet -q", "No progress bars and no figures on standard error.")]
+Quiet = Annotated[bool, _flag("--quiet -q", "Nothing but errors and warnings on standard error.")]
 
 # The KV pool
 _STORAGE = "fp32, bf16, fp16, fp8_e4m3 or fp8_e5m2."
@@ -99,7 +99,7 @@ Threads = Annotated[int | None, _option("--threads", "N", "CPU threads. Default:
 
 # The server
 Host = Annotated[str, _option("--host", "ADDRESS", "Listen on this address only; 0.0.0.0 is every one.")]
-Port = Annotated[int, _option("--port", "N", "0: any that is free.")]
+Port = Annotated[int, _option("--port", "N", "Listen on this port; 0: any that is free.")]
 ServedName = Annotated[str | None, _option("--name", "NAME", "What requests call the model. Default: its own name.")]
 ApiKey = Annotated[
     list[str] | None,
@@ -110,10 +110,10 @@ CorsOrigin = Annotated[
     list[str] | None,
     _option("--cors-origin", "ORIGIN", "Web pages from here may call the server; may be given several times; *: any."),
 ]
-MaxBody = Annotated[str, _option("--max-body", "SIZE", "Of one request.")]
+MaxBody = Annotated[str, _option("--max-body", "SIZE", "The largest body of one request.")]
 MaxQueue = Annotated[int, _option("--max-queue", "N", "Requests that wait at most; more are answered 503.", min=1)]
 MaxSeqs = Annotated[int, _option("--max-seqs", "N", "Replies that run at once at most.", min=1)]
-Drain = Annotated[float, _option("--drain", "SECONDS", "That running requests may take once the server stops.")]
+Drain = Annotated[float, _option("--drain", "SECONDS", "How long running requests may go on once the server stops.")]
 
 # Measuring a server
 BenchUrl = Annotated[str, _option("--url", "URL", "Where the server is.")]

@@ -2,6 +2,9 @@
 
 from typing import TYPE_CHECKING, Any
 
+import typer
+
+from tamis.cli import local
 from tamis.cli.options import (
     AsJson,
     Debug,
@@ -19,6 +22,9 @@ from tamis.cli.options import (
 if TYPE_CHECKING:
     from tamis.kv import KVLayout
 
+_NOTHING_FITS = 1
+"""Exit code where the memory holds no page."""
+
 
 def plan(
     model: ModelOrConfig = None,
@@ -33,7 +39,10 @@ def plan(
     quiet: Quiet = False,
     _debug: Debug = False,
 ) -> None:
-    """Show what a token takes in the KV pool, and how many tokens fit into a memory budget."""
+    """Show what a token takes in the KV pool, and how many tokens fit into a memory budget.
+
+    Exit code 1 where the budget holds no page.
+    """
     from tamis.cli.layouts import build_layout, storage_facts
     from tamis.cli.output import key_values, print_json, print_table
     from tamis.cli.progress import make_progress
@@ -59,6 +68,10 @@ def plan(
         print_json(facts)
     else:
         print_table(key_values(f"KV pool of {source.name}", _rows(facts)))
+    if facts.get("pages") == 0:
+        page = f"{layout.bytes_per_page:,} bytes ({layout.page_size:,} tokens)"
+        local.say(f"error: --memory {memory} is {budget:,} bytes and holds no page: one takes {page}")
+        raise typer.Exit(_NOTHING_FITS)
 
 
 def _page_facts(layout: "KVLayout", budget: int | None) -> dict[str, Any]:

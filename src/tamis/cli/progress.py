@@ -1,7 +1,9 @@
-"""Progress bars on standard error."""
+"""Progress on standard error: bars on a terminal, elsewhere a line for what takes a while."""
 
+import contextlib
 import os
 import sys
+import threading
 
 from rich.console import Console
 from rich.progress import (
@@ -18,18 +20,23 @@ from rich.progress import Progress as RichProgress
 from rich.text import Text
 
 from tamis.progress import NoProgress, Progress, Unit
+from tamis.units import format_size
+
+LINE_AFTER_S = 2.0
+"""Seconds that a task may take in silence where there is no bar."""
 
 
 def make_progress(*, quiet: bool = False) -> Progress:
-    """Bars where standard error is a terminal that can draw them; otherwise nothing at all."""
+    """Bars where standard error is a terminal that can draw them, elsewhere lines; nothing where `quiet`."""
+    silent = quiet or sys.stderr is None
     # rich would let FORCE_COLOR overrule what standard error is.
-    if not quiet and sys.stderr is not None and sys.stderr.isatty():
+    if not silent and sys.stderr.isatty():
         console = Console(stderr=True)
         if not console.is_dumb_terminal:
             return ProgressBars(console)
     # The hub client draws bars of its own and looks here when it is imported.
     os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
-    return NoProgress()
+    return NoProgress() if silent else ProgressLines()
 
 
 class ProgressBars:
@@ -64,6 +71,36 @@ class ProgressBars:
         if self._bars is not None:
             self._bars.stop()
             self._bars = None
+
+
+class ProgressLines:
+    """`tamis.progress.Progress` as one plain line for each task that is not done after `after` seconds."""
+
+    def __init__(self, after: float = LINE_AFTER_S) -> None:
+        self._after = after
+        self._timer: threading.Timer | None = None
+
+    def start(self, task: str, total: int | None, unit: Unit) -> None:
+        """Say so if it takes long; what still stands is over."""
+        self.finish()
+        amount = "" if total is None else f", {format_size(total) if unit == 'bytes' else f'{total:,} {unit}'}"
+        self._timer = threading.Timer(self._after, _say, [f"{task}{amount} ..."])
+        self._timer.daemon = True
+        self._timer.start()
+
+    def advance(self, amount: int) -> None:
+        """Nothing: a file is no place for a bar."""
+
+    def finish(self) -> None:
+        """A line that has not come yet will not."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+
+def _say(line: str) -> None:
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # standard error may be gone or closed
+        print(line, file=sys.stderr, flush=True)
 
 
 class TokensColumn(ProgressColumn):

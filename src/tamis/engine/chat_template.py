@@ -19,6 +19,10 @@ from jinja2.parser import Parser
 from tamis.engine.template_sandbox import MAX_CHARS, TemplateSandbox
 from tamis.engine.tool_prompt import as_text, tool_style, with_objects
 from tamis.errors import RequestError, TokenizerError
+from tamis.units import show
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+"""Who speaks in a chat; a template may know others, and then names them."""
 
 
 class ChatTemplates:
@@ -50,14 +54,16 @@ class ChatTemplates:
         Content is text, or a list of text parts ({"type": "text", "text": ...}), which are joined by line ends. It may
         be absent only beside tool_calls. `extra` (tools, enable_thinking, ...) is handed to the template; where that
         cannot write tools, they, and calls and results in the messages, become text (`tool_prompt`). Raises
-        RequestError where the messages are not of that form, too long, or the template refuses them; TokenizerError
-        where there is no template, or it fails or takes too much time or memory.
+        RequestError where the messages are not of that form, too long, of a role that neither ROLES nor the template
+        has, or the template refuses them; TokenizerError where there is no template, or it fails or takes too much
+        time or memory.
         """
         plain = with_objects(check_messages(messages))
         tools = extra.pop("tools", None) or []
         name = self._name(bool(tools))
         template = self._template(name)
         source = self.templates[name]
+        _check_roles(plain, source)
         if tool_style(source) is None and (tools or "tool_calls" not in source):
             plain = as_text(plain, tools)
         elif tools:
@@ -115,7 +121,9 @@ def _plain_message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
         raise RequestError(f"{where} must be a {{role, content}}, not {type(message).__name__}")
     plain = {key: value for key, value in message.items() if value is not None}
     if not isinstance(plain.get("role"), str):
-        raise RequestError(f"{where} has no role" if "role" not in plain else f"{where}: its role is not text")
+        raise RequestError(
+            f"{where}.role is {show(plain['role'])}, not text" if "role" in plain else f"{where} has no role"
+        )
     if "content" in plain:
         plain["content"] = _text(plain["content"], where)
     elif not plain.get("tool_calls"):
@@ -123,16 +131,24 @@ def _plain_message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
     return plain
 
 
+def _check_roles(messages: Sequence[Mapping[str, Any]], template: str) -> None:
+    """Most templates would write any role into the prompt, where the model can make nothing of it."""
+    for place, message in enumerate(messages):
+        role = message["role"]
+        if role not in ROLES and f"'{role}'" not in template and f'"{role}"' not in template:
+            raise RequestError(f"messages[{place}].role is {show(role)}, not one of {', '.join(ROLES)}")
+
+
 def _text(content: Any, where: str) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, Sequence) or isinstance(content, bytes):
-        raise RequestError(f"{where}: its content must be text, not {type(content).__name__}")
+        raise RequestError(f"{where}.content must be text, not {type(content).__name__}")
     parts = []
     for place, part in enumerate(content):
         if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
             kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-            raise RequestError(f"{where}: its content[{place}] is {kind!r}, and only text parts are supported")
+            raise RequestError(f"{where}.content[{place}] is {show(kind)}, and only text parts are supported")
         parts.append(part["text"])
     return "\n".join(parts)
 

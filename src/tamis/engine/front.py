@@ -149,7 +149,7 @@ class Front:
         return self._need_tokenizer().decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     def default_sampling(self, **changes: Any) -> SamplingParams:
-        """The sampling that the model's generation_config.json recommends, with `changes` on top."""
+        """The sampling that the model's generation_config.json, or its authors, recommend, with `changes` on top."""
         names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
         given = {name: getattr(self.defaults, name) for name in names}
         return SamplingParams(**{name: value for name, value in given.items() if value is not None} | changes)

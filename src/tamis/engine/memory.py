@@ -142,16 +142,11 @@ def resolve(engine: EngineConfig, config: ModelConfig) -> EngineConfig:
 def kv_budget(engine: EngineConfig, layout: KVLayout, context_length: int, available: int) -> int:
     """Bytes for usable pages: the given budget, else half of `available`, at most `max_num_seqs` full contexts.
 
-    A given budget is taken as it is; where it is more than `available`, that is logged.
+    A given budget is taken as it is, whatever is available.
     Raises ConfigError naming both numbers where that is less than one page.
     """
     if engine.kv_budget is not None:
         budget, origin = engine.kv_budget, "kv_budget"
-        if budget > available:
-            logger.warning(
-                "kv_budget=%d (%s) is more than the %d bytes (%s) of memory that are available",
-                budget, format_size(budget), available, format_size(available),
-            )  # fmt: skip
     else:
         contexts = engine.max_num_seqs * -(-context_length // layout.page_size) * layout.bytes_per_page
         budget, origin = min(int(available * MEMORY_SHARE), contexts), "the memory available for the KV pool"
@@ -164,12 +159,27 @@ def kv_budget(engine: EngineConfig, layout: KVLayout, context_length: int, avail
 
 
 def build_pool(engine: EngineConfig, config: ModelConfig) -> SparseKVPool:
-    """The pool of a resolved configuration; its size is logged. Raises ConfigError where it cannot be had."""
+    """The pool of a resolved configuration; its size is logged, and where it is more than the memory that is available.
+
+    Raises ConfigError where it cannot be had.
+    """
     assert engine.page_size is not None
     layout = KVLayout.from_model(config, page_size=engine.page_size, dtype=KV_DTYPES[engine.kv_dtype])
-    budget = kv_budget(engine, layout, config.context_length, available_memory())
+    available = available_memory()
+    budget = kv_budget(engine, layout, config.context_length, available)
     pages = layout.pages_for(budget)
-    pool = SparseKVPool(layout, pages, device=engine.device)
+    above = (
+        f"kv_budget={budget} ({format_size(budget)}) is more than the {available} bytes ({format_size(available)}) "
+        "of memory that are available"
+    )
+    try:
+        pool = SparseKVPool(layout, pages, device=engine.device)
+    except ConfigError as error:
+        if budget <= available:
+            raise
+        raise ConfigError(f"{above}, and cannot be had: give less, or no budget for half of what is free") from error
+    if budget > available:
+        logger.warning("%s: the system may end the process once the pool fills", above)
     logger.info(
         "KV pool: %d pages of %d tokens = %d tokens, %s (%d bytes a token, %s)",
         pages, layout.page_size, pages * layout.page_size, format_size(pages * layout.bytes_per_page),

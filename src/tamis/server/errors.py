@@ -28,8 +28,13 @@ from tamis.units import show
 
 INVALID = "invalid_request_error"
 SERVER = "server_error"
-_PARAMETER = re.compile(r"(?:prompt \d+: )?([a-z_]+)(?:=| holds | has the key | of token )")
-"""How messages of SamplingError begin."""
+MAX_MESSAGE = 1000
+"""Characters of a message: what a client sent may be long, and so may what a library says of it."""
+_PATH = r"[a-z_]+(?:\[\d+\]|\.[a-z_]+)*"
+_PARAMETER = re.compile(
+    rf"(?:prompt \d+: )?({_PATH}(?==| holds | has | of | is | must | names )|(?:messages|tools)\S*(?=: ))"
+)
+"""How messages of RequestError begin where they are about one field."""
 _RETRY_AFTER = "1"
 """Seconds; a place in the queue is free again as soon as a request ends."""
 
@@ -47,8 +52,9 @@ class ApiError(TamisError):
         kind: str = INVALID,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        super().__init__(message)
-        self.status, self.code, self.param, self.kind = status, code, param, kind
+        super().__init__(_cut(message, MAX_MESSAGE))
+        self.status, self.code, self.kind = status, code, kind
+        self.param = None if param is None else _cut(param, MAX_MESSAGE // 4)
         self.headers = dict(headers or {})
 
     def body(self) -> dict[str, Any]:
@@ -96,7 +102,7 @@ def to_api_error(error: Exception) -> ApiError:
         return _http_error(error)
     for kind, rule in _RULES.items():
         if isinstance(error, kind):
-            match = _PARAMETER.match(str(error)) if rule.param is None else None
+            match = _PARAMETER.match(str(error)) if isinstance(error, RequestError) else None
             param = match[1] if match else rule.param
             return ApiError(rule.status, rule.code, str(error), param=param, kind=rule.kind, headers=rule.headers)
     return ApiError(500, "internal_error", "the server failed on this request; its log says why", kind=SERVER)
@@ -107,6 +113,25 @@ def _http_error(error: HTTPException) -> ApiError:
     return ApiError(error.status_code, code, str(error.detail), headers=error.headers)
 
 
+def _cut(text: str, size: int) -> str:
+    return text if len(text) <= size else f"{text[: size - 3]}..."
+
+
+# What pydantic calls a fault, and what should have been there.
+_KINDS = {
+    "string_type": "text", "int_type": "a whole number", "float_type": "a number", "bool_type": "true or false",
+    "list_type": "a list", "dict_type": "an object", "model_type": "an object", "model_attributes_type": "an object",
+}  # fmt: skip
+_BOUNDS = {
+    "literal_error": "be {expected}",
+    "union_tag_invalid": "be one of {expected_tags}",
+    "string_pattern_mismatch": "match {pattern}",
+    "string_too_short": "have {min_length} or more characters",
+    "string_too_long": "have {max_length} characters at most",
+    "too_short": "hold {min_length} or more entries",
+}
+
+
 def _invalid_body(errors: Sequence[Any], body: Any) -> ApiError:
     """One message for the first field that is wrong. Of a union's branches the one that got furthest is heard."""
     first = [error for error in errors if error["loc"][1:2] == errors[0]["loc"][1:2]]
@@ -114,17 +139,20 @@ def _invalid_body(errors: Sequence[Any], body: Any) -> ApiError:
     path = max(paths, key=len)
     told = [error for error, own in zip(first, paths, strict=True) if own == path]
     where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).lstrip(".")
+    where = _cut(where, MAX_MESSAGE // 4)
     error = told[0]
-    if error["type"] == "missing":
+    if error["type"] in ("missing", "union_tag_not_found"):
         message, code = f"{where} is missing", "missing_field"
     elif error["type"] == "extra_forbidden":
         message, code = f"{where} is not a field of this request", "unknown_field"
     elif error["type"] == "value_error":
-        message, code = _expected(error), "invalid_value"
-        where = where or message.partition(" ")[0].partition("=")[0]
+        message, code = str(error["ctx"]["error"]), "invalid_value"
+        first_word = re.split("[ =]", message, maxsplit=1)[0]
+        where = first_word if first_word in body else ""
     else:
-        expected = " or ".join(dict.fromkeys(_expected(entry) for entry in told))
-        message, code = f"{where or 'the body'}: {expected}, not {show(error['input'])}", "invalid_type"
+        wanted = " or ".join(dict.fromkeys(_wanted(entry) for entry in told)).replace(" or be ", " or ")
+        message = f"{where or 'the body'} must {wanted}, not {_show(error)}"
+        code = "invalid_type" if error["type"] in _KINDS else "invalid_value"
     return ApiError(400, code, message, param=where or None)
 
 
@@ -139,9 +167,21 @@ def _path(error: Mapping[str, Any], body: Any) -> tuple[str | int, ...]:
             path.append(part)
         elif error["type"] == "missing" and part == error["loc"][-1]:
             path.append(part)
+    if error["type"].startswith("union_tag_"):
+        path.append(str(error["ctx"]["discriminator"]).strip("'"))
     return tuple(path)
 
 
-def _expected(error: Mapping[str, Any]) -> str:
-    message = str(error["msg"]).removeprefix("Value error, ")
-    return message[:1].lower() + message[1:]
+def _wanted(error: Mapping[str, Any]) -> str:
+    """What should have been there, behind "must"."""
+    if error["type"] in _KINDS:
+        return f"be {_KINDS[error['type']]}"
+    bound = _BOUNDS.get(error["type"], "be something else").format(**error.get("ctx", {}))
+    return {"be True": "be true", "be False": "be false"}.get(bound, bound)
+
+
+def _show(error: Mapping[str, Any]) -> str:
+    """The value that was there, as far as a message has room for it."""
+    value = error["ctx"]["tag"] if error["type"] == "union_tag_invalid" else error["input"]
+    named = {True: "true", False: "false", None: "null"}
+    return named[value] if value is None or isinstance(value, bool) else show(value)

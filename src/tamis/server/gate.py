@@ -1,10 +1,11 @@
 """What every request passes on its way in and out: an id, a key, a body, a log line, a count, an answer to errors."""
 
+import contextlib
 import logging
 import re
 import secrets
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -20,6 +21,8 @@ logger = logging.getLogger("tamis.server")
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
 _OPEN_PATHS = frozenset({"/health", "/openapi.json"})
 """Answered without a key: a load balancer has none."""
+_UNCOUNTED = frozenset({"/health", "/metrics"})
+"""What monitoring asks for, every few seconds; counted, it would hide how busy the server is."""
 _HUNG_UP = 499
 """In log and counts: the client did not wait for its answer."""
 
@@ -41,13 +44,20 @@ class Gate:
             await self._app(scope, receive, send)
             return
         exchange = _Exchange(scope, send)
-        self._metrics.http_active.inc()
-        try:
+        with self._counted(scope["path"], exchange):
             await self._handle(scope, receive, exchange)
+
+    @contextlib.contextmanager
+    def _counted(self, path: str, exchange: "_Exchange") -> Iterator[None]:
+        counts = path not in _UNCOUNTED
+        self._metrics.http_active.inc(counts)
+        try:
+            yield
         finally:
-            self._metrics.http_active.dec()
-            path = scope["path"] if scope["path"] in self._paths else "other"
-            self._metrics.http_requests.labels(path, str(exchange.status)).inc()
+            self._metrics.http_active.dec(counts)
+            if counts:
+                known = path if path in self._paths else "other"
+                self._metrics.http_requests.labels(known, str(exchange.status)).inc()
             exchange.log()
 
     async def _handle(self, scope: Scope, receive: Receive, exchange: "_Exchange") -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import errno
+import logging
 import signal
 import socket
 import threading
@@ -16,8 +17,14 @@ from tamis.server.app import create_app
 from tamis.server.config import ServerConfig
 from tamis.server.protocol import make_protocol
 
+logger = logging.getLogger("tamis.server")
+
 _AFTER_DRAIN = 5.0
 """Seconds to write the last chunks once the engine has ended."""
+_LAST_WORDS = 0.2
+"""The same, for replies that were broken off by a second Ctrl-C."""
+_LOOK = 0.05
+"""Seconds between two looks for a second Ctrl-C."""
 
 
 def listen(config: ServerConfig) -> socket.socket:
@@ -57,7 +64,7 @@ def serve(
 ) -> None:
     """Answer requests on `sock` until SIGINT or SIGTERM; then let running ones end and close `engine`.
 
-    `ready` is called once requests are taken. A second SIGINT ends everything at once.
+    `ready` is called once requests are taken. A SIGINT after that ends everything at once. The log tells of both.
     """
     asyncio.run(Server(engine, config, model_name=model_name, ready=ready).serve(sockets=[sock]))
 
@@ -98,12 +105,32 @@ class Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Take no more requests, let running ones end, close the engine."""
+        self._tell_what_is_waited_for()
         draining = asyncio.create_task(self._engine.aclose(drain=self._drain))
+        hurrying = asyncio.create_task(self._hurry())
         await super().shutdown(sockets=sockets)
-        if self.force_exit:
-            # The earlier of two deadlines counts.
-            await self._engine.aclose()
-        await draining
+        if not self.force_exit:
+            hurrying.cancel()
+        await asyncio.wait((draining, hurrying))
+        draining.result()
+
+    def _tell_what_is_waited_for(self) -> None:
+        if running := len(self.server_state.tasks):
+            logger.warning(
+                "stopping: waiting for %s, at most %g s; Ctrl-C again to stop at once", _requests(running), self._drain
+            )
+        else:
+            logger.info("stopping")
+
+    async def _hurry(self) -> None:
+        """Once Ctrl-C has come again, break off what runs: uvicorn waits for open connections all the same."""
+        while not self.force_exit:
+            await asyncio.sleep(_LOOK)
+        logger.warning("stopping at once: %s broken off", _requests(len(self.server_state.tasks)))
+        await self._engine.aclose()  # of two deadlines the earlier counts
+        await asyncio.sleep(_LAST_WORDS)
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -117,3 +144,7 @@ class Server(uvicorn.Server):
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+
+def _requests(count: int) -> str:
+    return f"{count} running request{'' if count == 1 else 's'}"

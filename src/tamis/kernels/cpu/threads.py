@@ -13,7 +13,8 @@ import platform
 import queue
 import sys
 import threading
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -45,7 +46,7 @@ _FUNCTION, _ARGUMENTS, _COUNT = 3 * _LINE, 3 * _LINE + 1, 3 * _LINE + 2
 _STATUS = 4 * _LINE
 """Not 0 when the kernel failed in a thread beside the caller."""
 _ASLEEP = 5 * _LINE
-"""A line for each thread: 0 awake, 1 asleep, 2 woken."""
+"""A line for each thread, which alone writes it: 0 awake, 1 asleep."""
 
 _I8, _I32, _I64 = ir.IntType(8), ir.IntType(32), ir.IntType(64)
 _ENTRY = ir.FunctionType(_I64, [_I8.as_pointer()])
@@ -252,7 +253,7 @@ def _serve(box, number, seen):  # type: ignore[no-untyped-def]
 class ThreadTeam:
     """`size` threads, the caller's among them. `close` ends the others; a kernel that fails raises in the caller.
 
-    May be used from several threads: kernels run one after the other.
+    May be used from several threads: kernels run one after the other. A team that is dropped ends its threads as well.
     """
 
     def __init__(self, size: int) -> None:
@@ -265,14 +266,16 @@ class ThreadTeam:
         self._closed = False
         self._alarms: list[queue.SimpleQueue[None]] = []
         self._threads: list[threading.Thread] = []
+        # The threads know nothing of the team; before the first of them, so that none is left where one cannot start.
+        self._end = weakref.finalize(self, _end, self._box, self._alarms)
         for number in range(1, size):
             alarm: queue.SimpleQueue[None] = queue.SimpleQueue()
             # Daemons, so that a program that forgets to close does not hang at its end.
             thread = threading.Thread(
                 target=_serve_on, args=(self._box, number, alarm), name=f"tamis-kernel-{number}", daemon=True
             )
-            thread.start()
             self._alarms.append(alarm)
+            thread.start()
             self._threads.append(thread)
 
     def run(self, launcher: Callable[..., int], *args: Any, threads: int | None = None) -> None:
@@ -296,17 +299,17 @@ class ThreadTeam:
         with self._lock:
             if not self._closed:
                 self._closed = True
-                self._box[_JOB] = -1
-                for alarm in self._alarms:
-                    alarm.put(None)
+                self._end()
                 for thread in self._threads:
                     thread.join()
 
     def _wake(self) -> None:
-        """Call those who sleep; a thread that lies down at this moment sees the job itself, or is not needed."""
+        """Call those who sleep; a thread that lies down at this moment sees the job itself, or is not needed.
+
+        Nothing is noted here, so that an interrupt at any line is made good by the next call.
+        """
         for number, alarm in enumerate(self._alarms, 1):
             if self._box[_ASLEEP + number * _LINE] == 1:
-                self._box[_ASLEEP + number * _LINE] = 2
                 alarm.put(None)
 
 
@@ -322,3 +325,12 @@ def _serve_on(box: NDArray[np.int64], number: int, alarm: "queue.SimpleQueue[Non
     while (seen := _serve(box, number, seen)) != -1:
         alarm.get()
         box[_ASLEEP + number * _LINE] = 0
+        while not alarm.empty():  # called several times while waking up
+            alarm.get()
+
+
+def _end(box: NDArray[np.int64], alarms: "Sequence[queue.SimpleQueue[None]]") -> None:
+    """Tell the threads to end. May run in any of them, by the garbage collector: it does not wait."""
+    box[_JOB] = -1
+    for alarm in alarms:
+        alarm.put(None)
