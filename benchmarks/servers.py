@@ -1,5 +1,6 @@
 """Servers to be measured, each a process of its own that is gone afterwards."""
 
+import asyncio
 import re
 import socket
 import subprocess
@@ -12,8 +13,9 @@ from tempfile import TemporaryFile
 
 import httpx
 
-from tamis.cli.traffic import Target
+from tamis.cli.traffic import Job, Outcome, Target, ask
 
+GREEDY = {"temperature": 0, "ignore_eos": True}
 START_S = 300
 """That loading a model may take, kernels compiled for the first time included."""
 
@@ -31,7 +33,7 @@ def tamis_server(model: Path | None, threads: int, slots: int, options: Sequence
             if found is None:
                 raise SystemExit(f"tamis serve did not start: {_end_of(log)}")
             print(ready.strip())
-            yield Target(found[1], "model")
+            yield Target(found[1], "model", timeout_s=3600)
         finally:
             process.terminate()
 
@@ -51,12 +53,31 @@ def llama_server(binary: Path, gguf: Path, threads: int, slots: int, context: in
         with TemporaryFile() as log, subprocess.Popen(command, stdout=log, stderr=log) as process:
             try:
                 if _answers(process, f"http://127.0.0.1:{port}/health"):
-                    yield " ".join(["llama.cpp", *options]), Target(f"http://127.0.0.1:{port}", "model")
+                    yield " ".join(["llama.cpp", *options]), Target(f"http://127.0.0.1:{port}", "model", timeout_s=3600)
                     return
                 print(f"llama.cpp's server ended with {process.returncode}: {_end_of(log)}")
             finally:
                 process.terminate()
     raise SystemExit(f"{binary} does not start")
+
+
+def one(target: Target, job: Job) -> Outcome:
+    """One request, alone; ends the program where it fails."""
+
+    async def only() -> Outcome:
+        async with target.client(1) as client:
+            return await ask(client, target.model, job)
+
+    outcome = asyncio.run(only())
+    check_replies([outcome], [job])
+    return outcome
+
+
+def check_replies(outcomes: list[Outcome], jobs: list[Job]) -> None:
+    """Nothing that is timed may have failed or ended early."""
+    for outcome, job in zip(outcomes, jobs, strict=True):
+        if outcome.error is not None or outcome.completion_tokens != job.max_tokens:
+            raise SystemExit(f"asked for {job.max_tokens} tokens: {outcome.error or outcome.completion_tokens}")
 
 
 def _answers(process: subprocess.Popen[bytes], url: str) -> bool:

@@ -27,13 +27,11 @@ import httpx
 import torch
 from byte_gguf import with_byte_tokenizer
 from peers import ask_transformers
-from servers import llama_server, tamis_server
+from servers import GREEDY, check_replies, llama_server, one, tamis_server
 
 from tamis.cli.bench import percentile, summary
 from tamis.cli.traffic import Job, Outcome, Target, ask, prompts, random_lengths, run, tokens_per_word
 from tamis.models import pull
-
-GREEDY = {"temperature": 0, "ignore_eos": True}
 
 
 @dataclass(frozen=True)
@@ -89,25 +87,6 @@ FULL = Sizes(
 SHORT = Sizes(
     1, Load(4, 6, 48, 16, 0.5), Load(2, 2, 300, 8, 0.0), alone=1, prefix=300, prefixes=2, watched=120, disturbing=600
 )
-
-
-def one(target: Target, job: Job) -> Outcome:
-    """One request, alone; ends the program where it fails."""
-
-    async def only() -> Outcome:
-        async with target.client(1) as client:
-            return await ask(client, target.model, job)
-
-    outcome = asyncio.run(only())
-    check_replies([outcome], [job])
-    return outcome
-
-
-def check_replies(outcomes: list[Outcome], jobs: list[Job]) -> None:
-    """Nothing that is timed may have failed or ended early."""
-    for outcome, job in zip(outcomes, jobs, strict=True):
-        if outcome.error is not None or outcome.completion_tokens != job.max_tokens:
-            raise SystemExit(f"asked for {job.max_tokens} tokens: {outcome.error or outcome.completion_tokens}")
 
 
 def check_answer(target: Target) -> None:

@@ -1,15 +1,20 @@
 #!/usr/bin/env python3
-"""KV tiers: bytes a second in and out of each, beside plain copies of as many bytes.
+"""KV tiers: bytes a second in and out of each beside plain copies, and what layer-wise loading hides.
 
     python benchmarks/tiers.py [--pages 128] [--seconds 3] [--redis redis://127.0.0.1:6379] [--path DIRECTORY]
+                               [--prefix 1024] [--new 256] [--layer-ms 20] [--rounds 3] [--document 6000]
 
 Pages of SmolLM2-135M's shape in bf16, and of MiniMax-M3's first layers. A disk is read from the page cache, and again
-after its files were dropped from it. What is read is checked before anything is timed. The last line is JSON.
+after its files were dropped from it. What is read is checked before anything is timed. Then the built-in model with a
+tier that takes 20 ms for each layer, and from which length of a prompt on the disk beats computing; and a server of it
+that is asked about a long document, stopped, started and asked again. The last line is JSON.
 """
 
 import argparse
+import asyncio
 import json
 import os
+import random
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
@@ -18,7 +23,10 @@ from pathlib import Path
 from measure import interleaved, table  # first: it settles how torch's threads wait
 
 import torch
+from servers import GREEDY, one, tamis_server
+from tier_overlap import measure_engine
 
+from tamis.cli.traffic import Job, prompts, tokens_per_word
 from tamis.config import LayerKind
 from tamis.kv import INDEX, MAIN, KVLayout, PageBlob, SparseKVPool
 from tamis.kv.tiers import encode_pages, page_keys
@@ -145,17 +153,43 @@ def measure(name: str, layout: KVLayout, args: argparse.Namespace, folder: Path)
     return rates
 
 
+def restart(folder: Path, threads: int, tokens: int) -> dict[str, float]:
+    """Seconds to the first token of a new document, of the same after a restart, and of another one (the control)."""
+    per_word, found, replies = 0.0, {}, {}
+    for names in (("cold",), ("after a restart", "another document")):
+        with tamis_server(None, threads, 1, ["--kv-tier", f"disk:{folder}"]) as target:
+            per_word = per_word or asyncio.run(tokens_per_word(target, random.Random(0)))
+            one(target, Job(next(prompts([64], 0, per_word, random.Random(1))), 8, GREEDY))
+            for name in names:
+                seed = 3 if name == "another document" else 2
+                outcome = one(target, Job(next(prompts([tokens], 0, per_word, random.Random(seed))), 16, GREEDY))
+                found[name], replies[name] = outcome.first, outcome.text
+    if replies["cold"] != replies["after a restart"]:
+        raise SystemExit(f"the reply changed: {replies}")
+    rows = [[name, f"{seconds:.2f}", f"{found['cold'] / seconds:.1f}x"] for name, seconds in found.items()]
+    table(f"a document of {tokens:,} tokens, from disk after a restart", [["", "first token s", "faster"], *rows])
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pages", type=int, default=128)
     parser.add_argument("--seconds", type=float, default=3.0, help="for all measurements of one layout")
     parser.add_argument("--redis", help="a server to measure too")
     parser.add_argument("--path", type=Path, help="where to write files; default: the directory for temporary ones")
+    parser.add_argument("--prefix", type=int, default=1024, help="tokens that are loaded")
+    parser.add_argument("--new", type=int, default=256, help="tokens behind them that are computed")
+    parser.add_argument("--layer-ms", type=float, default=20.0, help="what the slow tier takes for a layer")
+    parser.add_argument("--rounds", type=int, default=3, help="of the built-in model")
+    parser.add_argument("--document", type=int, default=6000, help="tokens of the document that survives a restart")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     args = parser.parse_args()
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory(dir=args.path) as folder:
-        results = {name: measure(name, layout, args, Path(folder)) for name, layout in LAYOUTS.items()}
-    print(json.dumps({"benchmark": "tiers", "pages": args.pages, "gb_s": results}))
+        rates = {name: measure(name, layout, args, Path(folder)) for name, layout in LAYOUTS.items()}
+        found = measure_engine(Path(folder) / "engine", args.prefix, args.new, args.layer_ms / 1000, args.rounds)
+        found["restart"] = restart(Path(folder) / "restart", args.threads, args.document)
+    print(json.dumps({"benchmark": "tiers", "pages": args.pages, "gb_s": rates, **found}))
 
 
 if __name__ == "__main__":

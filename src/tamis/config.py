@@ -304,6 +304,13 @@ class EngineConfig:
     step_seconds: float | None = None
     """While replies are running, a step takes so many prompt tokens as fit into about this time; None: as many as
     `max_batch_tokens` allows, which gets most done in all and lets replies wait for long prompts."""
+    kv_tiers: tuple[str, ...] = ()
+    """Where pages are kept beside the pool, fastest first: "host:8GiB", "disk:/path?size=100GiB", "redis://...",
+    "fsspec:s3://..."; see `kv/tiers/spec.py`."""
+    kv_tiers_optional: bool = False
+    """Go on without a tier that cannot be opened."""
+    kv_write_through: bool = False
+    """Write a page to the tiers as soon as it is computed; else when its request ends or gives it up."""
 
     def __post_init__(self) -> None:
         if self.dtype not in ("auto", "fp32", "bf16"):
@@ -323,8 +330,13 @@ class EngineConfig:
                 raise ConfigError(f"{name}={show(value)} must be a whole number of at least 1")
             if value > most:
                 raise ConfigError(f"{name}={show(value)} must be at most {most}")
-        if not isinstance(self.prefix_cache, bool):
-            raise ConfigError(f"prefix_cache={show(self.prefix_cache)} is not True or False")
+        for name in ("prefix_cache", "kv_tiers_optional", "kv_write_through"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name}={show(getattr(self, name))} is not True or False")
+        if not isinstance(self.kv_tiers, tuple) or not all(isinstance(tier, str) for tier in self.kv_tiers):
+            raise ConfigError(f"kv_tiers={show(self.kv_tiers)} is not a list of texts such as host:8GiB")
+        if self.kv_tiers and not self.prefix_cache:
+            raise ConfigError("kv_tiers need prefix_cache=True: what they hold is read through the prefix cache")
         seconds = self.step_seconds
         known = isinstance(seconds, int | float) and not isinstance(seconds, bool)
         if seconds is not None and not (known and 0 < seconds <= MAX_STEP_SECONDS):

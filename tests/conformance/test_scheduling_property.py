@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 import pytest
 
 from support.engines import VOCAB, expected_greedy, hash_logits, make_engine
-from tamis.engine.engine import Engine, EngineEvent
+from tamis.engine.engine import Engine
+from tamis.engine.sequence import EngineEvent
 from tamis.errors import NeverFitsError
 from tamis.request import Completion, FinishReason, Request, SamplingParams
 

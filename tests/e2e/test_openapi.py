@@ -26,6 +26,7 @@ from tamis.server.config import ServerConfig
 OPERATIONS = (
     ("GET", "/v1/models"), ("GET", "/v1/models/{name}"), ("GET", "/v1/kv"), ("GET", "/health"), ("GET", "/metrics"),
     ("POST", "/v1/completions"), ("POST", "/v1/chat/completions"), ("POST", "/tokenize"), ("POST", "/detokenize"),
+    ("GET", "/v1/kv/sessions"), ("POST", "/v1/kv/sessions/{name}"), ("DELETE", "/v1/kv/sessions/{name}"),
 )  # fmt: skip
 ROUNDS = [
     (method, path, mode)
@@ -41,7 +42,7 @@ CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance,
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     path = write_byte_model(tmp_path_factory.mktemp("model"), context=128)
-    engine = AsyncEngine(path, kv_budget="1MiB", kernels="reference")
+    engine = AsyncEngine(path, kv_budget="1MiB", kernels="reference", kv_tiers=["host:8MiB"])
     with serving(engine, ServerConfig(port=0, api_keys=("k",))) as running:
         yield running
 

@@ -10,11 +10,14 @@ from torch import Tensor, nn
 
 from tamis.config import LayerKind, ModelConfig, RopeConfig
 from tamis.engine.batch import Batch
-from tamis.engine.engine import Engine, EngineEvent
+from tamis.engine.engine import Engine
 from tamis.engine.runner import Runner
+from tamis.engine.sequence import EngineEvent
 from tamis.engine.tokenizer import Tokenizer
 from tamis.kernels import ReferenceOps
 from tamis.kv import KVLayout, SparseKVPool
+from tamis.kv.offload import OffloadConfig
+from tamis.kv.tiers.base import Tier
 from tamis.models.attention import StepContext
 from tamis.models.decoder import CausalLM
 from tamis.request import Completion, Request, SamplingParams
@@ -101,6 +104,8 @@ def make_engine(
     end_ids: Sequence[int] = (END,),
     prefix_cache: bool = True,
     step_seconds: float | None = None,
+    tiers: Tier | None = None,
+    offload: OffloadConfig | None = None,
 ) -> Engine:
     """An engine over a HashModel."""
     config = hash_config(context)
@@ -109,6 +114,7 @@ def make_engine(
         Runner(HashModel(config), pool, ReferenceOps()),
         max_batch_tokens=max_batch_tokens, max_num_seqs=max_num_seqs, tokenizer=tokenizer,
         end_ids=end_ids, prefix_cache=prefix_cache, step_seconds=step_seconds,
+        tiers=tiers, fingerprint="hash", offload=offload,
     )  # fmt: skip
 
 

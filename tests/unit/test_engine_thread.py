@@ -9,7 +9,8 @@ import pytest
 
 from support.engines import HeldStep, greedy, make_engine, model_of
 from tamis import LLM
-from tamis.engine.engine import Engine, EngineEvent
+from tamis.engine.engine import Engine
+from tamis.engine.sequence import EngineEvent
 from tamis.engine.thread import MAX_CRASHES, Delivery, EngineThread, take
 from tamis.errors import EngineClosedError, EngineDeadError, QueueFullError
 from tamis.request import FinishReason, Request

@@ -138,3 +138,61 @@ def test_pages_are_adopted_and_replaced_only_where_that_makes_sense() -> None:
     with pytest.raises(PageError, match="page=2 is free and cannot be shared"):
         table.replace(0, 2)
     assert (table.pages, table.length) == ([1], 2)
+
+
+class Load:
+    cancelled = False
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+
+def test_pages_that_only_a_transfer_holds_are_neither_free_nor_held_nor_cached() -> None:
+    manager, load = make_manager(pages=8), Load()
+    cached = compute(manager, range(50, 58))
+    reading = manager.hold(path=cached.path)
+    cached.release()
+    sequence = KVSequence(manager, "")
+    filling = manager.hold(sequence.expect(3))
+    sequence.incoming = load
+    manager.check([sequence])
+    assert manager.usage == PageUsage(total=8, free=3, held=3, cached=0, in_transfer=2)
+    sequence.release()
+    assert load.cancelled
+    manager.check([])
+    assert manager.usage == PageUsage(total=8, free=3, held=0, cached=0, in_transfer=5)
+    with pytest.raises(OutOfPagesError, match="4 pages were asked for, 3 of 8 are free and 0 can be evicted"):
+        KVSequence(manager, "").append(13)
+    manager.let_go(filling)
+    manager.let_go(reading)
+    manager.check([])
+    assert manager.usage == PageUsage(total=8, free=6, held=0, cached=2)
+
+
+def test_what_comes_in_enters_the_tree_and_what_does_not_is_forgone() -> None:
+    manager = make_manager(pages=8)
+    compute(manager, range(4)).release()
+    sequence = KVSequence(manager, "")
+    assert sequence.adopt(at(range(20)), 19) == 4
+    for comes in (False, True):
+        sequence.expect(3)
+        sequence.incoming = Load()
+        if comes:
+            sequence.receive(at(range(20)), 3)
+        else:
+            sequence.forgo()
+        manager.check([sequence])
+        assert sequence.length == (16 if comes else 4)
+    sequence.release()
+    assert [node.stored.name for node in manager.tree.nodes()] == ["NO", "LOADED", "LOADED", "LOADED"]
+
+
+def test_what_may_be_wrong_leaves_the_tree_once_it_is_not_being_read_any_more() -> None:
+    manager = make_manager(pages=4)
+    bad = compute(manager, range(8))
+    hold = manager.hold(path=bad.path)
+    bad.discard()
+    assert manager.usage.in_transfer == 2
+    manager.let_go(hold)
+    manager.check([])
+    assert manager.usage.free == 4

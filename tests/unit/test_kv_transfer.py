@@ -367,3 +367,51 @@ def test_tickets_are_tickets_and_iterators_are_read_whole() -> None:
     counter.consume(iter([counter.begin()]))
     with pytest.raises(TransferError, match="did not arrive"):
         counter.wait_until(0)
+
+
+def test_a_load_may_be_given_less_time_and_less_time_between_its_parts() -> None:
+    counter = LayerTransferCounter(2, timeout=60)
+    ticket = counter.begin(timeout=0.05)
+    counter.consume([ticket])
+    with pytest.raises(TransferError, match=r"^local layer 1 \(main and index\) did not arrive within 0.05 s$"):
+        counter.wait_until(1)
+    assert counter.is_late(ticket)
+    counter.release(ticket)
+    pausing = counter.begin(pause=0.05)
+    counter.consume([pausing])
+    counter.complete(pausing, 0)
+    with pytest.raises(TransferError, match=r"^local layer 1 \(main\): nothing came for 0.05 s$"):
+        counter.wait_until(1, MAIN)
+    assert counter.is_late(pausing)
+    counter.complete(pausing, 1)
+    assert not counter.is_late(pausing), "a part that comes gives the next one time again"
+    counter.wait_for_all()
+
+
+def test_whoever_waits_asks_now_and_then_whether_it_is_still_worth_it() -> None:
+    counter, asked = LayerTransferCounter(1, timeout=60), 0
+
+    class Enough(Exception):
+        pass
+
+    def give_up() -> None:
+        nonlocal asked
+        asked += 1
+        if asked == 3:
+            raise Enough
+
+    counter.consume([counter.begin()], give_up)
+    with pytest.raises(Enough):
+        counter.wait_until(0)
+    assert counter.waited > 0
+
+
+def test_all_parts_are_waited_for(thread: ThreadPoolExecutor) -> None:
+    counter = LayerTransferCounter(2)
+    ticket = consumed(counter)
+    whole: Future[object] = thread.submit(counter.wait_for_all)
+    counter.complete(ticket, 0)
+    counter.complete(ticket, 1, MAIN)
+    assert still_waits(whole)
+    counter.complete(ticket, 1, INDEX)
+    whole.result(5)

@@ -8,7 +8,8 @@ import pytest
 from support.engines import greedy, make_engine, model_of
 from support.vocab import byte_level
 from tamis import LLM, FinishReason
-from tamis.engine.engine import Engine, EngineEvent
+from tamis.engine.engine import Engine
+from tamis.engine.sequence import EngineEvent
 from tamis.request import Request
 
 PIECES = [b"Mars", b"?\n", b"\nUs", b"\xf0\x9f", b"\x8c\x8d"]

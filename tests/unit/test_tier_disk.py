@@ -66,6 +66,48 @@ def test_unreadable_files_are_set_aside_at_start(tmp_path: Path, caplog: pytest.
     assert tier.set_aside() == 0
 
 
+def test_another_users_page_is_a_miss_and_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Pages are for their owner only, and directories are shared."""
+    DiskTier(tmp_path).write(ITEMS)
+    real = os.open
+
+    def refuse(path: Path, *rest: int) -> int:
+        if Path(path) == page(tmp_path, 1):
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return real(path, *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", refuse)
+        tier = DiskTier(tmp_path)
+        assert [line.endswith("Permission denied") for line in caplog.messages] == [True]
+        with pytest.raises(TierReadError, match="it is another user's"):
+            read(tier, 0, 1)
+    assert (tier.stat().errors, tier.stat().corrupt, tier.set_aside()) == (1, 0, 0)
+    read(tier, 0, 1, 2, 3)
+
+
+def test_two_processes_may_set_pages_aside_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other removes the oldest of those that were kept for whoever wants to look at them."""
+    tier = DiskTier(tmp_path)
+    tier.write(ITEMS)
+    page(tmp_path, 0).write_bytes(b"spoiled")
+    (tmp_path / "bad" / "old.kv").write_text("")
+    listed = Path.iterdir
+
+    def list_and_remove(self: Path) -> list[Path]:
+        found = list(listed(self))
+        (tmp_path / "bad" / "old.kv").unlink(missing_ok=True)
+        return found
+
+    monkeypatch.setattr(Path, "iterdir", list_and_remove)
+    with pytest.raises(TierReadError):
+        read(tier, 0)
+    assert tier.stat().errors == 0
+    assert tier.set_aside() == 1
+
+
 def test_pages_of_another_version_stay_until_their_room_is_needed(tmp_path: Path) -> None:
     DiskTier(tmp_path).write(ITEMS[:1])
     newer = bytearray(ITEMS[1][1])

@@ -115,6 +115,18 @@ def test_something_else_under_a_pages_name_is_taken_out(server: RedisServer) -> 
         assert not client.exists(f"tamis:kv:page:{KEYS[0].hex()}")
 
 
+def test_something_else_in_the_list_of_pages_is_passed_over(server: RedisServer) -> None:
+    tier = RedisTier(server.url, 3 * SIZE)
+    tier.write(ITEMS[:2])
+    with redis.Redis(port=server.port) as client:
+        client.zadd("tamis:kv:used", {"zz": 1, "ab": 2, b"\xff": 3, "0" * 63: 4, "A" * 64: 5})
+        client.hset("tamis:kv:pins", b"\xff", b"short")
+    again = RedisTier(server.url, 3 * SIZE)
+    assert {entry.key for entry in again.scan()} == set(KEYS[:2])
+    again.write(ITEMS[2:])
+    assert sum(again.contains(KEYS)) == 3
+
+
 def test_a_page_that_went_while_it_was_read_is_not_listed_again(server: RedisServer) -> None:
     tier = RedisTier(server.url)
     tier.write(ITEMS)
@@ -206,6 +218,18 @@ def test_a_local_store_gives_names_to_whole_files_only(tmp_path: Path, monkeypat
     assert [path.name for path in (tmp_path / "kv" / "tmp").iterdir()] == ["new"]
 
 
+def test_a_store_that_is_full_can_still_be_opened_and_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    FsspecTier(f"file://{tmp_path}/kv").write(ITEMS)
+    filesystem = type(fsspec.filesystem("file"))
+    monkeypatch.setattr(filesystem, "pipe_file", Failing(OSError(28, "No space left on device")))
+    tier = FsspecTier(f"file://{tmp_path}/kv")
+    read(tier, 0, 1, 2, 3)
+    assert tier.stat().errors == 1
+    monkeypatch.setattr(filesystem, "pipe_file", Failing(OSError(30, "Read-only file system")))
+    with pytest.raises(TierError, match=r"could not open its store: .*Read-only file system"):
+        FsspecTier(f"file://{tmp_path}/kv")
+
+
 def test_a_store_that_does_not_say_when_a_page_was_written_is_no_trouble(
     bucket: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -228,3 +252,9 @@ def test_credentials_are_not_shown() -> None:
     with pytest.raises(TierError) as caught:
         FsspecTier("sftp://user:secret@127.0.0.1:1/kv?token=secret")
     assert "secret" not in str(caught.value)
+
+
+def test_stores_of_one_server_have_names_of_their_own(server: RedisServer) -> None:
+    """They are told apart in metrics."""
+    names = [RedisTier(server.url, prefix=prefix).name for prefix in ("tamis:kv", "a", "b")]
+    assert names == [server.url, f"{server.url}?prefix=a", f"{server.url}?prefix=b"]

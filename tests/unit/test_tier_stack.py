@@ -67,9 +67,9 @@ class Faulty(HostTier):
         self._fail("write")
         super().write(items)
 
-    def pin(self, keys: Sequence[Key], owner: str) -> None:
+    def pin(self, keys: Sequence[Key], owner: str, *, replace: bool = False) -> None:
         self._fail("pin")
-        super().pin(keys, owner)
+        super().pin(keys, owner, replace=replace)
 
     def unpin(self, owner: str) -> None:
         self._fail("unpin")

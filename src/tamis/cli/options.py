@@ -90,6 +90,15 @@ KVBudget = Annotated[
     _option("--kv-budget", "SIZE", "Memory for the KV pool, written 8GiB. Default: half of what is free, at most "
             "a full context for each reply that may run at once."),
 ]  # fmt: skip
+KVTier = Annotated[
+    list[str] | None,
+    _option("--kv-tier", "TIER", "Keep pages here too: host:8GiB, disk:/path?size=100GiB, redis://HOST or fsspec:URL; "
+            "may be given several times, the fastest first."),
+]  # fmt: skip
+KVTierOptional = Annotated[bool, _flag("--kv-tier-optional", "Go on without a tier that cannot be opened.")]
+KVWriteThrough = Annotated[
+    bool, _flag("--kv-write-through", "Write pages to the tiers as they are computed, not when their request ends.")
+]
 MaxBatchTokens = Annotated[int, _option("--max-batch-tokens", "N", "Tokens computed in one step at most.")]
 Quant = Annotated[
     str,

@@ -16,6 +16,9 @@ from tamis.cli.options import (
     EngineKVDtype,
     Host,
     KVBudget,
+    KVTier,
+    KVTierOptional,
+    KVWriteThrough,
     MaxBatchTokens,
     MaxBody,
     MaxQueue,
@@ -55,6 +58,9 @@ def serve(
     kv_dtype: EngineKVDtype = "auto",
     page_size: PageSize = None,
     kv_budget: KVBudget = None,
+    kv_tier: KVTier = None,
+    kv_tier_optional: KVTierOptional = False,
+    kv_write_through: KVWriteThrough = False,
     max_batch_tokens: MaxBatchTokens = 512,
     quant: Quant = "auto",
     threads: Threads = None,
@@ -74,7 +80,8 @@ def serve(
     )
     settings = {"dtype": dtype, "kv_dtype": kv_dtype, "page_size": page_size, "kv_budget": kv_budget,
                 "max_batch_tokens": max_batch_tokens, "quant": quant, "threads": threads,
-                "max_num_seqs": max_seqs, "max_queue": max_queue}  # fmt: skip
+                "max_num_seqs": max_seqs, "max_queue": max_queue, "kv_tiers": kv_tier or (),
+                "kv_tiers_optional": kv_tier_optional, "kv_write_through": kv_write_through}  # fmt: skip
     _log(quiet=quiet, debug=debug)
     _run(model, settings, config, name, quiet=quiet)
 

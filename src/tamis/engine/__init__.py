@@ -5,9 +5,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tamis.engine.async_engine import AsyncEngine, RequestHandle
-    from tamis.engine.engine import Engine, EngineEvent
+    from tamis.engine.engine import Engine
     from tamis.engine.llm import LLM
     from tamis.engine.runner import Runner
+    from tamis.engine.sequence import EngineEvent
     from tamis.engine.stats import EngineStats
     from tamis.engine.tokenizer import Tokenizer
 
@@ -17,7 +18,7 @@ _MODULES = {
     "LLM": "llm",
     "AsyncEngine": "async_engine",
     "Engine": "engine",
-    "EngineEvent": "engine",
+    "EngineEvent": "sequence",
     "EngineStats": "stats",
     "RequestHandle": "async_engine",
     "Runner": "runner",

@@ -10,9 +10,9 @@ from types import TracebackType
 from typing import Any, Self, Unpack
 
 from tamis.config import GenerationDefaults
-from tamis.engine.engine import Engine, EngineEvent
+from tamis.engine.engine import Engine
 from tamis.engine.front import EngineOptions, Front, Prompt
-from tamis.engine.sequence import RequestState
+from tamis.engine.sequence import EngineEvent, RequestState
 from tamis.engine.thread import Delivery, EngineThread
 from tamis.engine.tokenizer import Tokenizer
 from tamis.errors import ConfigError
@@ -64,6 +64,12 @@ class RequestHandle:
         async for _ in self:
             pass
         return [self._completions[index] for index in sorted(self._completions)]
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The prompt and, once it has ended and was waited for, the first sample's reply."""
+        reply = self._completions.get(0)
+        return [*self.prompt_token_ids, *(() if reply is None else reply.token_ids)]
 
     def abort(self) -> None:
         """End the request: its last events come with FinishReason.ABORT. From any thread, any number of times."""

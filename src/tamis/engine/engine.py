@@ -3,40 +3,33 @@
 import itertools
 import logging
 import time
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from tamis.engine.batch import Batch
-from tamis.engine.detokenizer import Detokenizer
 from tamis.engine.grammar import Grammars
 from tamis.engine.limits import Limits
 from tamis.engine.pace import StepPace
 from tamis.engine.runner import Runner
-from tamis.engine.sampler import Sampled, SamplerRow, prompt_logprobs, sample
+from tamis.engine.sampler import Sampled, prompt_logprobs, sample
 from tamis.engine.scheduler import Chunk, Scheduler
-from tamis.engine.sequence import RequestState, Sample
+from tamis.engine.sequence import EngineEvent, RequestState, Sample, new_sample
 from tamis.engine.stats import Counters, EngineStats
+from tamis.engine.tier_reads import TierReads
 from tamis.engine.tokenizer import Tokenizer
-from tamis.errors import EngineClosedError, TamisError
+from tamis.errors import EngineClosedError, LogitsError, TamisError, TransferError
 from tamis.kv import KVManager, KVSequence
-from tamis.request import Completion, FinishReason, PrefillProgress, Request, TokenEvent, TokenLogprobs
+from tamis.kv.offload import KVOffload, OffloadConfig
+from tamis.kv.tiers.base import Tier
+from tamis.request import FinishReason, PrefillProgress, Request, TokenLogprobs
 
 logger = logging.getLogger(__name__)
 
-
-@dataclass(frozen=True)
-class EngineEvent:
-    """A token event and the request it belongs to."""
-
-    request_id: int
-    token: TokenEvent
-    completion: Completion | None = None
-    """The whole result of this sample; set in its last event."""
-    error: BaseException | None = None
-    """What went wrong, where the finish reason is "error"."""
+_TRANSFER_WAIT_S = 0.01
+"""What a step that has nothing to compute waits for KV tiers at most, while others may ask for something else."""
 
 
 class Engine:
@@ -52,7 +45,12 @@ class Engine:
         end_ids: Sequence[int] = (),
         prefix_cache: bool = True,
         step_seconds: float | None = None,
+        tiers: Tier | None = None,
+        fingerprint: str = "",
+        offload: OffloadConfig | None = None,
     ) -> None:
+        """`tiers`, which the engine closes, keep pages under the model's `fingerprint`; they need `prefix_cache`."""
+        assert prefix_cache or tiers is None
         self.runner, self.tokenizer = runner, tokenizer
         self.end_ids = frozenset(end_ids)
         config, pool = runner.model.config, runner.pool
@@ -68,7 +66,10 @@ class Engine:
         )
         self.kv = KVManager(pool)
         self.pace = StepPace(step_seconds)
-        self.scheduler = Scheduler(self.limits, self.kv, self.pace, max_batch_tokens=max_batch_tokens)
+        self.offload = None if tiers is None else KVOffload(self.kv, tiers, fingerprint, offload)
+        """What moves pages to and from the KV tiers."""
+        self.reads = TierReads(self.offload, self.pace, self.kv.page_size)
+        self.scheduler = Scheduler(self.limits, self.kv, self.pace, self.reads, max_batch_tokens=max_batch_tokens)
         self.must_stop: Callable[[], bool] = lambda: False
         """Asked before every layer; any thread may make it true, and the step is taken back."""
         self.crashes = 0
@@ -84,7 +85,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether `step` has anything to do or to report."""
-        return bool(self._requests or self._events)
+        return bool(self._requests or self._events) or (self.offload is not None and self.offload.is_busy)
 
     def has_request(self, request_id: int) -> bool:
         """Whether a request waits or runs."""
@@ -108,7 +109,13 @@ class Engine:
         request_id = next(self._ids)
         # Under a salt of its own a request still finds what it computed before it was retracted.
         salt = request.salt if self._shares_prefixes else request_id
-        samples = [self._new_sample(request, salt, length - len(ids), index) for index in range(request.sampling.n)]
+        samples = [
+            new_sample(
+                request, KVSequence(self.kv, salt), index=index, max_tokens=length - len(ids), end_ids=self.end_ids,
+                tokenizer=self.tokenizer, grammars=self.limits.grammars,
+            )
+            for index in range(request.sampling.n)
+        ]  # fmt: skip
         return RequestState(request_id, ids, request.sampling, length, samples, salt, on_prefill or _ignore)
 
     def enqueue(self, state: RequestState) -> None:
@@ -122,24 +129,25 @@ class Engine:
         """Compute one batch; returns what happened since the last call.
 
         Where the batch fails, its requests end with an event that carries the error, their pages come back, and the
-        engine goes on. A step that nobody needs any more is taken back before its next layer.
+        engine goes on. A step that nobody needs any more is taken back before its next layer; one that waits in vain
+        for what KV tiers should give is taken back too, and its requests go on without.
         """
-        chunks = self.scheduler.schedule()
-        started = time.perf_counter()
+        chunks = self._schedule()
+        started, waited = time.perf_counter(), self.reads.seconds_waited
         try:
             if chunks:
                 logits = self._compute(chunks, started)
                 self._commit(chunks, logits, self._sample(chunks, logits))
-                self._account(chunks, time.perf_counter() - started)
+                self._account(chunks, time.perf_counter() - started, self.reads.seconds_waited - waited)
                 self.crashes = 0
         except _Abandoned:
-            for chunk in chunks:
-                chunk.sample.kv.undo(len(chunk.token_ids))
+            self._take_back(chunks)
+        except TransferError as error:
+            self._take_back(chunks)
+            if not self.reads.drop([chunk.sample.kv for chunk in chunks], error):
+                self._fail(chunks, error)
         except Exception as error:
-            logger.exception("a step of %d sequences failed", len(chunks))
-            self.crashes, self.last_crash = self.crashes + 1, error
-            for chunk in chunks:
-                self._end(chunk.request, FinishReason.ERROR, error)
+            self._fail(chunks, error)
         return self.take_events()
 
     def take_events(self) -> list[EngineEvent]:
@@ -157,10 +165,15 @@ class Engine:
             self._end(request, FinishReason.ABORT)
 
     def close(self) -> None:
-        """Abort everything; requests are refused from now on. Closing twice does nothing."""
-        self._closed = True
+        """Abort everything; requests are refused from now on. Closing twice does nothing.
+
+        What waits for KV tiers is written, for `OffloadConfig.flush_seconds` at most.
+        """
+        was_open, self._closed = not self._closed, True
         for request_id in list(self._requests):
             self.abort(request_id)
+        if self.offload is not None and was_open:
+            self.offload.close()
         self.runner.close()
 
     @property
@@ -178,31 +191,32 @@ class Engine:
             running=len(self.scheduler.running),
             pages=self.kv.usage,
             page_size=self.limits.page_size,
+            offload=None if self.offload is None else self.offload.stats,
         )
 
     def check(self) -> None:
         """Assert that free + held + cached + in transfer = total, and every count behind it."""
         self.kv.check(sample.kv for request in self._requests.values() for sample in request.samples)
 
-    def _new_sample(self, request: Request, salt: Hashable, max_tokens: int, index: int) -> Sample:
-        tokenizer, sampling, grammars = self.tokenizer, request.sampling, self.limits.grammars
-        constraint = None if grammars is None else grammars.constraint(sampling.response_format)
-        ends = frozenset() if sampling.ignore_eos else self.end_ids
-        return Sample(
-            index=index,
-            kv=KVSequence(self.kv, salt),
-            row=SamplerRow(sampling, request.prompt_token_ids, index, constraint),
-            detokenizer=None
-            if tokenizer is None
-            else Detokenizer(
-                tokenizer,
-                sampling.stop_strings,
-                continues=request.continues,
-                skip_special_tokens=sampling.skip_special_tokens,
-            ),
-            stop_ids=ends | frozenset(sampling.stop_ids),
-            max_tokens=max_tokens,
-        )
+    def _schedule(self) -> list[Chunk]:
+        """What the step computes; where there is nothing, see for a moment whether transfers get on."""
+        if self.offload is None:
+            return self.scheduler.schedule()
+        self.offload.poll()
+        chunks = self.scheduler.schedule()
+        if not chunks and not self._events:
+            self.offload.wait(_TRANSFER_WAIT_S)
+        return chunks
+
+    def _fail(self, chunks: list[Chunk], error: Exception) -> None:
+        logger.exception("a step of %d sequences failed", len(chunks))
+        self.crashes, self.last_crash = self.crashes + 1, error
+        for chunk in chunks:
+            self._end(chunk.request, FinishReason.ERROR, error)
+
+    def _take_back(self, chunks: list[Chunk]) -> None:
+        for chunk in chunks:
+            chunk.sample.kv.undo(len(chunk.token_ids))
 
     def _compute(self, chunks: list[Chunk], started: float) -> Tensor:
         """The step's logits. Raises _Abandoned where nobody needs them any more."""
@@ -214,7 +228,8 @@ class Engine:
             if self.must_stop() or all(chunk.request.cancelled for chunk in chunks):
                 raise _Abandoned
 
-        return self.runner.run(batch, before_layer)
+        with self.reads.awaited([chunk.sample.kv for chunk in chunks], before_layer):
+            return self.runner.run(batch, before_layer)
 
     def _batch(self, chunks: list[Chunk]) -> Batch:
         """The plain data of a step; takes the pages its tokens need."""
@@ -254,7 +269,8 @@ class Engine:
 
     def _take_token(self, request: RequestState, receiver: Sample, result: Sampled | TamisError) -> None:
         if isinstance(result, TamisError):
-            receiver.kv.discard()
+            # A grammar or a bias that leaves no token says nothing of the pages.
+            (receiver.kv.discard if isinstance(result, LogitsError) else receiver.kv.release)()
             self._emit(request, receiver, None, receiver.finish(FinishReason.ERROR), error=result)
             return
         text = receiver.accept(result)
@@ -264,6 +280,7 @@ class Engine:
 
     def _advance_prompt(self, chunk: Chunk, logits: Tensor) -> None:
         request = chunk.request
+        request.see_cached(chunk.start)
         request.processed = max(request.processed, chunk.end)
         try:
             self._add_prompt_logprobs(chunk, logits)
@@ -284,8 +301,8 @@ class Engine:
             following = request.prompt[chunk.end - chunk.num_logits + 1 : chunk.end + 1]
             request.prompt_logprobs += prompt_logprobs(logits[: len(following)], following, asked)
 
-    def _account(self, chunks: list[Chunk], seconds: float) -> None:
-        """Keep what the step did and what it cost."""
+    def _account(self, chunks: list[Chunk], seconds: float, waited: float) -> None:
+        """Keep what the step did and what it cost: so many seconds, some of which it `waited` for KV tiers."""
         self._counters.add_step(chunks, seconds)
         reading = [chunk for chunk in chunks if chunk.is_prefill]
         tokens = sum(len(chunk.token_ids) for chunk in reading)
@@ -294,7 +311,7 @@ class Engine:
             replies=len(chunks) - len(reading),
             prompt_tokens=tokens,
             context=seen / tokens if tokens else 0.0,
-            seconds=seconds,
+            seconds=seconds - waited,
         )
 
     def _end(self, request: RequestState, reason: FinishReason, error: BaseException | None = None) -> None:
@@ -324,17 +341,7 @@ class Engine:
         logprobs: TokenLogprobs | None = None,
         error: BaseException | None = None,
     ) -> None:
-        ended = receiver.finish_reason is not None
-        event = TokenEvent(
-            receiver.index,
-            token_id,
-            text,
-            logprobs,
-            receiver.finish_reason,
-            request.usage(receiver) if ended else None,
-        )
-        completion = request.completion(receiver) if ended else None
-        self._events.append(EngineEvent(request.request_id, event, completion, error))
+        self._events.append(request.event(receiver, token_id, text, logprobs, error))
 
 
 class _Abandoned(Exception):

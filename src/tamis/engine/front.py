@@ -9,11 +9,13 @@ from tamis.engine.build import build_engine
 from tamis.engine.engine import Engine
 from tamis.engine.limits import Limits
 from tamis.engine.sequence import RequestState
+from tamis.engine.sessions import Sessions
 from tamis.engine.stats import EngineStats
 from tamis.engine.thread import EngineThread
 from tamis.engine.tokenizer import Tokenizer
 from tamis.errors import ConfigError, TokenizerError
 from tamis.kv import KVLayout, SparseKVPool
+from tamis.kv.tiers.base import TierStat
 from tamis.models import load_generation_defaults, resolve
 from tamis.progress import NoProgress, Progress
 from tamis.request import Request, SamplingParams
@@ -40,6 +42,9 @@ class EngineOptions(TypedDict, total=False):
     kernels: str
     prefix_cache: bool
     step_seconds: float | None
+    kv_tiers: tuple[str, ...] | list[str]
+    kv_tiers_optional: bool
+    kv_write_through: bool
     progress: Progress | None
 
 
@@ -62,6 +67,9 @@ class Front:
         kernels: str = "auto",
         prefix_cache: bool = True,
         step_seconds: float | None = None,
+        kv_tiers: tuple[str, ...] | list[str] = (),
+        kv_tiers_optional: bool = False,
+        kv_write_through: bool = False,
         progress: Progress | None = None,
     ) -> None:
         """Load `model`: a directory, a .gguf file, a hub name, or None for the built-in model.
@@ -86,6 +94,9 @@ class Front:
             kernels=kernels,
             prefix_cache=prefix_cache,
             step_seconds=step_seconds,
+            kv_tiers=tuple(kv_tiers) if isinstance(kv_tiers, list) else kv_tiers,
+            kv_tiers_optional=kv_tiers_optional,
+            kv_write_through=kv_write_through,
         )
         source = resolve(None if model is None else str(model), progress=progress)
         defaults, end_ids = load_generation_defaults(source)
@@ -153,6 +164,17 @@ class Front:
         names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
         given = {name: getattr(self.defaults, name) for name in names}
         return SamplingParams(**{name: value for name, value in given.items() if value is not None} | changes)
+
+    @property
+    def tier_stats(self) -> list[TierStat]:
+        """What each KV tier holds and was asked for, the fastest first; empty where there are none."""
+        offload = self._engine.offload
+        return [] if offload is None else offload.tier_stats()
+
+    @property
+    def sessions(self) -> Sessions:
+        """Named sessions: prompts that KV tiers keep."""
+        return Sessions(self._running(), lambda prompt, sampling, salt: self._prepare(prompt, sampling, salt=salt))
 
     def check(self) -> None:
         """Assert that every page is accounted for (`KVManager.check`); waits for the step that is being taken."""

@@ -8,10 +8,10 @@ from types import TracebackType
 from typing import Self
 
 from tamis.config import GenerationDefaults
-from tamis.engine.engine import Engine, EngineEvent
+from tamis.engine.engine import Engine
 from tamis.engine.front import Front, Message, Prompt
 from tamis.engine.prefill_report import PrefillReport
-from tamis.engine.sequence import RequestState
+from tamis.engine.sequence import EngineEvent, RequestState
 from tamis.engine.thread import Delivery, EngineThread, take
 from tamis.engine.tokenizer import Tokenizer
 from tamis.errors import EngineClosedError, RequestError, SamplingError

@@ -158,14 +158,18 @@ def kv_budget(engine: EngineConfig, layout: KVLayout, context_length: int, avail
     return budget
 
 
+def build_layout(engine: EngineConfig, config: ModelConfig) -> KVLayout:
+    """What the pool of a resolved configuration keeps a token. Raises PageSizeError, ConfigError."""
+    assert engine.page_size is not None
+    return KVLayout.from_model(config, page_size=engine.page_size, dtype=KV_DTYPES[engine.kv_dtype])
+
+
 def build_pool(engine: EngineConfig, config: ModelConfig) -> SparseKVPool:
     """The pool of a resolved configuration; its size is logged, and where it is more than the memory that is available.
 
     Raises ConfigError where it cannot be had.
     """
-    assert engine.page_size is not None
-    layout = KVLayout.from_model(config, page_size=engine.page_size, dtype=KV_DTYPES[engine.kv_dtype])
-    available = available_memory()
+    layout, available = build_layout(engine, config), available_memory()
     budget = kv_budget(engine, layout, config.context_length, available)
     pages = layout.pages_for(budget)
     above = (

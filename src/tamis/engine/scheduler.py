@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from tamis.engine.limits import Limits
 from tamis.engine.pace import StepPace
 from tamis.engine.sequence import RequestState, Sample
+from tamis.engine.tier_reads import TierReads
 from tamis.kv import KVManager
 
 RESERVE_PAGES = 2
@@ -50,8 +51,10 @@ Turn = tuple[RequestState, Sample]
 class Scheduler:
     """First come, first served: running replies first, then prompts, side by side, under a budget of tokens a step."""
 
-    def __init__(self, limits: Limits, kv: KVManager, pace: StepPace, *, max_batch_tokens: int) -> None:
-        self.limits, self.kv, self.pace = limits, kv, pace
+    def __init__(
+        self, limits: Limits, kv: KVManager, pace: StepPace, reads: TierReads, *, max_batch_tokens: int
+    ) -> None:
+        self.limits, self.kv, self.pace, self.reads = limits, kv, pace, reads
         self.max_batch_tokens = max_batch_tokens
         self.waiting: deque[RequestState] = deque()
         """In the order they came; those that were retracted stand before all others, being older."""
@@ -69,6 +72,7 @@ class Scheduler:
     def add(self, request: RequestState) -> None:
         """Queue a request, which must be one that fits the pool."""
         self.waiting.append(request)
+        self.reads.ask(request)
 
     def remove(self, request: RequestState) -> None:
         """Forget a request that ended, wherever it stands."""
@@ -78,18 +82,25 @@ class Scheduler:
             self.waiting.remove(request)
 
     def schedule(self) -> list[Chunk]:
-        """The next step: at most `max_batch_tokens` tokens, and pages for all of them. Empty only without work."""
+        """The next step: at most `max_batch_tokens` tokens, and pages for all of them.
+
+        Empty without work, and where all that there is waits for KV tiers.
+        """
         # First what running requests find in the cache: it locks pages that could have been evicted for others.
-        readers = _Readers(self.kv.page_size)
+        readers = _Readers(self.kv.page_size, self.reads)
         for request in self.running:
             readers.add(request)
         admit = self._make_room()
+        if self.kv.holds and self.running and self._pages_to_go_on() > self.kv.available:
+            return []  # transfers are about to give pages back
         readers.keep(self.running)
         replies = self._replies()
         budget = self._prompt_budget(replies, readers)
         if admit and budget > 0:
             self._admit(readers, max(SHARING_PROMPTS, budget // self.kv.page_size))
-            budget = self._prompt_budget(replies, readers)
+        self._prefetch()
+        readers.separate(bool(replies))
+        budget = self._prompt_budget(replies, readers)
         pages = self.kv.available - sum(sample.kv.table.pages_needed(1) for _, sample in replies)
         return [_chunk(*reply, 1) for reply in replies] + self._prompt_chunks(readers.turns, budget, max(0, pages))
 
@@ -100,15 +111,21 @@ class Scheduler:
         return budget if most is None else min(budget, most)
 
     def _make_room(self) -> bool:
-        """Retract the youngest until every reply, and the oldest request, can go on; False where some had to."""
+        """Retract the youngest until every reply, and the oldest request, can go on; False where some had to.
+
+        What is being loaded for requests that still wait goes first.
+        """
         retracted = self.retractions
-        while len(self.running) > 1 and self._pages_to_go_on() > self.kv.available:
-            self._retract(self.running[-1])
+        while self.running and self._pages_to_go_on() > self.kv.available:
+            if not self._drop_prefetch(0):
+                if len(self.running) == 1:
+                    break
+                self._retract(self.running[-1])
         return retracted == self.retractions
 
     def _pages_to_go_on(self) -> int:
         turns = self._ready()
-        oldest = _next_to_read(self.running[0])
+        oldest = self.running[0].next_to_read
         if oldest is not None:
             turns.append((self.running[0], oldest))
         return sum(sample.kv.table.pages_needed(1) for _, sample in turns)
@@ -118,7 +135,28 @@ class Scheduler:
             sample.kv.release()
         self.running.remove(request)
         self.waiting.appendleft(request)
+        self.reads.ask(request)
         self.retractions += 1
+
+    def _prefetch(self) -> None:
+        """Begin to load for requests that wait, in their order, as far as there will be room for them."""
+        if not self.reads.has_tiers:
+            return
+        room = self.kv.available - self._promised()
+        for request in self.waiting:
+            room -= self._pages_soon(request) - _pages_held(request)
+            if room < 0:
+                return
+            self.reads.prefetch(request)
+
+    def _drop_prefetch(self, first: int) -> bool:
+        """Give up what is loaded for the last of the waiting requests from place `first` on; False: for none is."""
+        for place in range(len(self.waiting) - 1, first - 1, -1):
+            if _pages_held(self.waiting[place]):
+                for sample in self.waiting[place].samples:
+                    sample.kv.release()
+                return True
+        return False
 
     def _ready(self) -> list[Turn]:
         """The running replies."""
@@ -135,21 +173,28 @@ class Scheduler:
 
     def _admit(self, readers: "_Readers", most: int) -> None:
         """Let waiting requests run, in their order, as long as there is room and fewer than `most` prompts are read."""
-        while self.waiting and len(readers.turns) < most and self._may_run(self.waiting[0]):
+        while self.waiting and len(readers.turns) < most and self._has_seat(self.waiting[0]):
+            while not self._has_room(self.waiting[0]):
+                if not self._drop_prefetch(1):
+                    return
             request = self.waiting.popleft()
             self.running.append(request)
             readers.add(request)
 
-    def _may_run(self, request: RequestState) -> bool:
+    def _has_seat(self, request: RequestState) -> bool:
+        return not self.running or sum(other.live for other in self.running) + request.live <= self.limits.max_num_seqs
+
+    def _has_room(self, request: RequestState) -> bool:
         if not self.running:
-            return True  # it fits the pool, and nobody else holds any of it
-        if sum(other.live for other in self.running) + request.live > self.limits.max_num_seqs:
-            return False
+            return True  # it fits the pool, and nobody else holds any of it for long
         sample = next(iter(_live(request)))
         found = sample.kv.find(request.tokens(sample), request.readable(sample))
-        taken = self._pages_soon(request) - sum(node.users > 0 for node in found)
-        promised = sum(max(0, self._pages_soon(other) - _pages_held(other)) for other in self.running)
-        return taken <= self.kv.available - promised
+        taken = self._pages_soon(request) - _pages_held(request) - sum(node.users > 0 for node in found)
+        return taken <= self.kv.available - self._promised()
+
+    def _promised(self) -> int:
+        """Pages that running requests do not hold yet and will."""
+        return sum(max(0, self._pages_soon(other) - _pages_held(other)) for other in self.running)
 
     def _pages_soon(self, request: RequestState) -> int:
         """Pages of all that is known of a request, and of what its replies must have room for."""
@@ -178,32 +223,38 @@ class Scheduler:
 class _Readers:
     """The samples that read on in one step, oldest first."""
 
-    def __init__(self, page_size: int) -> None:
+    def __init__(self, page_size: int, reads: TierReads) -> None:
         self.turns: list[Turn] = []
-        self._page_size = page_size
+        self._page_size, self._reads = page_size, reads
         self._in_work: set[Hashable] = set()
 
     def add(self, request: RequestState) -> None:
-        """Read what the cache has by now; wait where somebody else is just computing what comes next."""
-        sample = _next_to_read(request)
+        """Read what the cache has by now; wait where somebody else is just computing, or loading, what comes next."""
+        sample = request.next_to_read
         if sample is None:
             return
         tokens, limit = request.tokens(sample), request.readable(sample)
-        if sample.kv.adopt(tokens, limit) and not request.prefilled and sample.kv.length > request.processed:
-            # What a request computed itself before it was retracted is no hit.
-            request.cached_tokens += sample.kv.length - request.processed
-            request.processed = sample.kv.length
+        if sample.kv.incoming is None:
+            sample.kv.adopt(tokens, limit)
+            request.see_cached(sample.kv.length)
         path = sample.kv.path
         start = len(path) * self._page_size
         page = (path[-1] if path else request.salt, tokens(start, start + self._page_size))
         if start + self._page_size <= limit and page in self._in_work:
             return
         self._in_work.add(page)
-        self.turns.append((request, sample))
+        if self._reads.may_compute(request, sample):
+            self.turns.append((request, sample))
 
     def keep(self, running: list[RequestState]) -> None:
         """Forget those that do not run any more, and those for which the cache had all: they are replies again."""
-        self.turns = [(r, s) for r, s in self.turns if r in running and _next_to_read(r) is s]
+        self.turns = [(r, s) for r, s in self.turns if r in running and r.next_to_read is s]
+
+    def separate(self, replies: bool) -> None:
+        """Whoever still waits for layers to be loaded does not hold up those who do not: they go first."""
+        ready = [turn for turn in self.turns if turn[1].kv.incoming is None]
+        if replies or ready:
+            self.turns = ready
 
     @property
     def context(self) -> float:
@@ -228,17 +279,6 @@ def fair_shares(wanted: list[int], budget: int) -> list[int]:
 
 def _live(request: RequestState) -> Iterable[Sample]:
     return [sample for sample in request.samples if sample.finish_reason is None]
-
-
-def _next_to_read(request: RequestState) -> Sample | None:
-    """The sample that has more than its next token to compute.
-
-    One at a time: the others of a request that was retracted then find its prompt in the tree, and need no more pages
-    than they had when they shared it.
-    """
-    if not request.prefilled:
-        return request.samples[0]
-    return next((sample for sample in _live(request) if request.pending(sample) > 1), None)
 
 
 def _pages_held(request: RequestState) -> int:

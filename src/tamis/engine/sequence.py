@@ -5,9 +5,33 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
 from tamis.engine.detokenizer import Detokenizer
+from tamis.engine.grammar import Grammars
 from tamis.engine.sampler import Sampled, SamplerRow
+from tamis.engine.tokenizer import Tokenizer
 from tamis.kv import KVSequence, Tokens
-from tamis.request import Completion, FinishReason, PrefillProgress, SamplingParams, TokenLogprobs, Usage
+from tamis.kv.offload import Lookup
+from tamis.request import (
+    Completion,
+    FinishReason,
+    PrefillProgress,
+    Request,
+    SamplingParams,
+    TokenEvent,
+    TokenLogprobs,
+    Usage,
+)
+
+
+@dataclass(frozen=True)
+class EngineEvent:
+    """A token event and the request it belongs to."""
+
+    request_id: int
+    token: TokenEvent
+    completion: Completion | None = None
+    """The whole result of this sample; set in its last event."""
+    error: BaseException | None = None
+    """What went wrong, where the finish reason is "error"."""
 
 
 @dataclass(eq=False)
@@ -16,7 +40,7 @@ class Sample:
 
     index: int
     kv: KVSequence
-    """What is computed of its prompt and tokens; nothing while it waits, and again once it was retracted."""
+    """What is computed of its prompt and tokens; while its request waits, nothing but what is loaded for it."""
     row: SamplerRow
     detokenizer: Detokenizer | None
     """None where the model has no tokenizer: the text stays empty."""
@@ -30,6 +54,8 @@ class Sample:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    lookup: Lookup | None = None
+    """What the KV tiers have of it, until it is settled whether that is loaded."""
 
     def accept(self, sampled: Sampled) -> str:
         """Take the next token and settle whether it is the last; returns the text that is certain now."""
@@ -65,6 +91,37 @@ class Sample:
         return None if self.detokenizer is None else self.detokenizer.stopped
 
 
+def new_sample(
+    request: Request,
+    kv: KVSequence,
+    *,
+    index: int,
+    max_tokens: int,
+    end_ids: frozenset[int],
+    tokenizer: Tokenizer | None,
+    grammars: Grammars | None,
+) -> Sample:
+    """The sample `index` of a request that can be run, over an empty sequence. Raises GrammarError."""
+    sampling = request.sampling
+    constraint = None if grammars is None else grammars.constraint(sampling.response_format)
+    ends = frozenset() if sampling.ignore_eos else end_ids
+    return Sample(
+        index=index,
+        kv=kv,
+        row=SamplerRow(sampling, request.prompt_token_ids, index, constraint),
+        detokenizer=None
+        if tokenizer is None
+        else Detokenizer(
+            tokenizer,
+            sampling.stop_strings,
+            continues=request.continues,
+            skip_special_tokens=sampling.skip_special_tokens,
+        ),
+        stop_ids=ends | frozenset(sampling.stop_ids),
+        max_tokens=max_tokens,
+    )
+
+
 @dataclass(eq=False)
 class RequestState:
     """A request, its progress through the prompt, and its samples."""
@@ -89,7 +146,7 @@ class RequestState:
     processed: int = 0
     """Prompt tokens that were in the pool at most."""
     cached_tokens: int = 0
-    """Of these, tokens that the prefix cache had."""
+    """Of these, tokens that the prefix cache had, or a KV tier."""
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=lambda: [None])
     """Of the prompt's first tokens, as many as were computed with the one after them; None for the first."""
 
@@ -110,6 +167,24 @@ class RequestState:
     def pending(self, sample: Sample) -> int:
         """Tokens that are to be computed before the next one can be sampled: 1 while a reply runs."""
         return self.total(sample) - sample.kv.length
+
+    @property
+    def next_to_read(self) -> Sample | None:
+        """The sample that has more than its next token to compute.
+
+        One at a time: the others of a request that was retracted then find its prompt in the tree, and need no more
+        pages than they had when they shared it.
+        """
+        if not self.prefilled:
+            return self.samples[0]
+        live = (sample for sample in self.samples if sample.finish_reason is None)
+        return next((sample for sample in live if self.pending(sample) > 1), None)
+
+    def see_cached(self, length: int) -> None:
+        """The first `length` tokens of the prompt are there. What the request did not compute itself is a hit."""
+        if not self.prefilled and length > self.processed:
+            self.cached_tokens += length - self.processed
+            self.processed = length
 
     def readable(self, sample: Sample) -> int:
         """Tokens that may come from the prefix cache: never the last, nor those whose log-probabilities are missing."""
@@ -136,6 +211,20 @@ class RequestState:
     def usage(self, sample: Sample) -> Usage:
         """Token counts of `sample`."""
         return Usage(len(self.prompt), len(sample.token_ids), self.cached_tokens)
+
+    def event(
+        self,
+        sample: Sample,
+        token_id: int | None,
+        text: str,
+        logprobs: TokenLogprobs | None,
+        error: BaseException | None,
+    ) -> EngineEvent:
+        """What happened to `sample`, with its result if that was its end."""
+        reason = sample.finish_reason
+        usage = None if reason is None else self.usage(sample)
+        token = TokenEvent(sample.index, token_id, text, logprobs, reason, usage)
+        return EngineEvent(self.request_id, token, None if reason is None else self.completion(sample), error)
 
     def completion(self, sample: Sample) -> Completion:
         """The result of `sample`, which has ended."""

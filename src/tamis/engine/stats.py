@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from tamis.engine.scheduler import Chunk
 from tamis.engine.sequence import RequestState
 from tamis.kv import PageUsage
+from tamis.kv.offload import OffloadStats
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,7 @@ class EngineStats:
     prompt_tokens: int = 0
     """Of the prompts that were read to their end."""
     hit_tokens: int = 0
-    """Of these, tokens that the prefix cache had."""
+    """Of these, tokens that the prefix cache had, or a KV tier."""
     retractions: int = 0
     """Requests that had to give their pages up for others, and went on later."""
     waiting: int = 0
@@ -33,6 +34,8 @@ class EngineStats:
     pages: PageUsage = field(default_factory=lambda: PageUsage(0, 0, 0, 0))
     """By owner."""
     page_size: int = 0
+    offload: OffloadStats | None = None
+    """What was moved to and from KV tiers; None: there are none."""
 
     @property
     def pages_total(self) -> int:

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar, cast
 
-from tamis.engine.engine import Engine, EngineEvent
-from tamis.engine.sequence import RequestState
+from tamis.engine.engine import Engine
+from tamis.engine.sequence import EngineEvent, RequestState
 from tamis.engine.stats import EngineStats
 from tamis.errors import EngineClosedError, EngineDeadError, QueueFullError, RequestError
 from tamis.request import PrefillProgress
@@ -32,8 +32,10 @@ MAX_CRASHES = 3
 """Steps that may fail one after another; then it is not the requests that are broken."""
 _WAIT_S = 0.05
 """What Ctrl-C is late by at most."""
-_EXIT_WAIT_S = 5.0
-"""How long a program that forgot to close waits at its end."""
+_LOOK_S = 1.0
+"""How often a thread with nothing to do looks whether KV tiers are done with what they took long to write."""
+_EXIT_WAIT_S = 15.0
+"""How long a program that forgot to close waits at its end: what waits for KV tiers is written meanwhile."""
 
 
 @dataclass(frozen=True)
@@ -218,7 +220,9 @@ class _Loop:
         """Do what callers asked for; where there is nothing else to do, wait for them."""
         try:
             while True:
-                self._do(self._inbox.get(block=not self.engine.has_work and not self.closing))
+                block = not self.engine.has_work and not self.closing
+                writing = self.engine.offload is not None and self.engine.offload.is_writing
+                self._do(self._inbox.get(block, _LOOK_S if writing else None))
         except Empty:
             return
 

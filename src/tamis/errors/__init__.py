@@ -20,7 +20,9 @@ TamisError
 │   ├── EmptyPromptError
 │   ├── TokenRangeError                     token id outside the vocabulary
 │   ├── PromptTooLongError                  prompt that leaves no room in the model's context
-│   └── NeverFitsError                      needs more pages than the whole pool has
+│   ├── NeverFitsError                      needs more pages than the whole pool has
+│   └── SessionError                        a named session that cannot be saved
+│       └── SessionNotFoundError            no session of this name, or no request of this id
 ├── LogitsError (RuntimeError)              the model gave logits that nothing can be sampled from
 ├── LayerError (ValueError)                 a layer id the pool or layout cannot serve
 │   ├── NotALayerIdError (TypeError)        not an int
@@ -131,6 +133,14 @@ class PromptTooLongError(RequestError):
 
 class NeverFitsError(RequestError):
     """The request needs more pages than the whole pool has."""
+
+
+class SessionError(RequestError):
+    """A named session that cannot be: there are no KV tiers, its name is none, or its prompt fills no page."""
+
+
+class SessionNotFoundError(SessionError):
+    """There is no session of this name, or no request of this id that it could be made of."""
 
 
 class LogitsError(TamisError, RuntimeError):

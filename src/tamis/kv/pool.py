@@ -223,10 +223,14 @@ class SparseKVPool:
             heads = plane.row[0]
             plane.rows.index_put_((write.rows(heads),), plane.rows[read.rows(heads)])
 
-    def export_pages(self, pages: Sequence[int] | Tensor) -> PageBlob:
-        """A copy of these pages, every plane of every local layer. Raises PageError for a bad id."""
+    def export_pages(self, pages: Sequence[int] | Tensor, *, wait: bool = True) -> PageBlob:
+        """A copy of these pages, every plane of every local layer. Raises PageError for a bad id.
+
+        Without `wait` for pages that no load writes to: the loads of the step that is being computed are not theirs.
+        """
         ids = self._page_ids(check_pages(pages, self.num_pages))
-        self._wait_for_all(self.layout.local_layers)
+        if wait:
+            self._wait_for_all(self.layout.local_layers)
         planes = self._planes(self.layout.local_layers)
         tensors = {(layer, plane.name): plane.raw.index_select(0, ids) for layer, plane in planes}
         return PageBlob(self.layout, len(ids), MappingProxyType(tensors))

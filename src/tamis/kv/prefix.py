@@ -5,6 +5,7 @@ never has more users than its parent. What nobody uses is kept until its room is
 first. Prefixes of different salts never meet: each salt has a root of its own.
 """
 
+import enum
 import heapq
 import itertools
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -16,12 +17,24 @@ _SPARE = 64
 """Nodes that have left the tree may stand in its queue: as many as there are pages, and so many more."""
 
 
+class Stored(enum.Enum):
+    """Whether a page is in the tiers as well, as far as this process knows."""
+
+    NO = enum.auto()
+    WAITS = enum.auto()
+    """It is to be written, or being written."""
+    SAVED = enum.auto()
+    """Written by this process."""
+    LOADED = enum.auto()
+    """It came from there."""
+
+
 class PrefixNode:
-    """One page of tokens, after the pages of the nodes above it. Only its tree changes it."""
+    """One page of tokens, after the pages of the nodes above it. Only its tree changes it, but for `stored`."""
 
-    __slots__ = ("children", "key", "last_used", "page", "parent", "queued", "salt", "users")
+    __slots__ = ("children", "key", "last_used", "page", "parent", "queued", "salt", "stored", "users")
 
-    def __init__(self, parent: "PrefixNode | None", key: Key, page: int, salt: Hashable = None) -> None:
+    def __init__(self, parent: "PrefixNode | None", key: Key, page: int, salt: Hashable) -> None:
         self.parent = parent
         """None: a root, or a node that has left the tree."""
         self.key, self.page, self.salt = key, page, salt
@@ -31,6 +44,8 @@ class PrefixNode:
         self.last_used = 0
         self.queued = False
         """Whether it stands in the tree's queue of leaves to evict."""
+        self.stored = Stored.NO
+        """Kept by whoever moves pages to the tiers."""
 
 
 class PrefixTree:
@@ -67,7 +82,7 @@ class PrefixTree:
         parent = above or self._roots.setdefault(salt, PrefixNode(None, (), 0, salt))
         node = parent.children.get(key)
         if node is None:
-            node = parent.children[key] = PrefixNode(parent, key, page)
+            node = parent.children[key] = PrefixNode(parent, key, page, salt)
             self.num_pages += 1
             self.num_unused += 1
         self.lock([node])

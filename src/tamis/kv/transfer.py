@@ -8,10 +8,10 @@ hangs and never yields bytes.
 import enum
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from tamis.errors import ConfigError, LayerNotLocalError, NotALayerIdError, TransferError
-from tamis.kv.layout import check_int
+from tamis.kv.layout import MAIN_PLANES, check_int
 from tamis.kv.slots import as_tuple
 
 
@@ -29,23 +29,26 @@ INDEX = LayerPart.INDEX
 NOTHING = LayerPart(0)
 
 
-def part_of(plane: str) -> LayerPart:
-    """The part of a layer that a plane belongs to."""
-    return INDEX if plane.startswith("index") else MAIN
-
-
 MAX_TIMEOUT = threading.TIMEOUT_MAX
 """Seconds that a thread can wait at most."""
+_ASK_SECONDS = 0.05
+"""How often a waiting reader asks whether it is still worth its while."""
+
+
+def part_of(plane: str) -> LayerPart:
+    """The part of its layer that a plane, "k", "v", "index_k" or "index_v", arrives with."""
+    return MAIN if plane in MAIN_PLANES else INDEX
 
 
 class TransferTicket:
     """One load, from `LayerTransferCounter.begin` to `release`. Opaque: only its counter reads or changes it."""
 
-    def __init__(self, counter: "LayerTransferCounter", number: int, num_layers: int, deadline: float) -> None:
+    def __init__(self, counter: "LayerTransferCounter", number: int, timeout: float, pause: float) -> None:
         self._counter = counter
         self._number = number
-        self._deadline = deadline
-        self._arrived = [NOTHING] * num_layers
+        self._timeout, self._pause = timeout, pause
+        self._begun = self._last = time.monotonic()
+        self._arrived = [NOTHING] * counter.num_layers
         self._error: BaseException | None = None
         self._released = False
 
@@ -54,6 +57,10 @@ class TransferTicket:
 
     def _has(self, local_layer: int, planes: LayerPart) -> bool:
         return planes in self._arrived[local_layer]
+
+    @property
+    def _seconds_left(self) -> float:
+        return min(self._begun + self._timeout, self._last + self._pause) - time.monotonic()
 
     @property
     def _abandoned(self) -> bool:
@@ -80,15 +87,21 @@ class LayerTransferCounter:
         self._in_use = 0
         self._begun = 0
         self._consumed: tuple[TransferTicket, ...] = ()
+        self._give_up: Callable[[], None] = _keep_waiting
+        self.waited = 0.0
+        """Seconds that readers have waited so far."""
 
-    def begin(self) -> TransferTicket:
-        """Take a slot for one load; where all are taken, wait for a `release`. Raises TransferError after `timeout`."""
+    def begin(self, timeout: float | None = None, pause: float = MAX_TIMEOUT) -> TransferTicket:
+        """Take a slot for one load; where all are taken, wait for a `release`. Raises TransferError after `timeout`.
+
+        The load may take `timeout` seconds (None: the counter's), and `pause` seconds from one part to the next.
+        """
         with self._changed:
             if not self._changed.wait_for(lambda: self._in_use < self.slots, self.timeout):
                 raise TransferError(f"no transfer slot came free within {self.timeout:g} s: all {self.slots} are taken")
             self._in_use += 1
             self._begun += 1
-            return TransferTicket(self, self._begun, self.num_layers, time.monotonic() + self.timeout)
+            return TransferTicket(self, self._begun, self.timeout if timeout is None else timeout, pause)
 
     def complete(self, ticket: TransferTicket, local_layer: int, planes: LayerPart = MAIN | INDEX) -> None:
         """Report that these parts of a layer are in the pool. Raises TransferError on a released ticket."""
@@ -97,6 +110,7 @@ class LayerTransferCounter:
         with self._changed:
             self._check_open(ticket)
             ticket._arrived[local_layer] |= planes
+            ticket._last = time.monotonic()
             self._changed.notify_all()
 
     def fail(self, ticket: TransferTicket, error: BaseException) -> None:
@@ -120,13 +134,22 @@ class LayerTransferCounter:
             self._in_use -= 1
             self._changed.notify_all()
 
-    def consume(self, tickets: Iterable[TransferTicket]) -> None:
-        """Name the loads that the coming reads depend on: none, one or several; replaces those named before."""
+    def is_late(self, ticket: TransferTicket) -> bool:
+        """Whether a load has taken longer than it may, in all or since its last part."""
+        self._check_mine(ticket)
+        with self._changed:
+            return ticket._seconds_left <= 0
+
+    def consume(self, tickets: Iterable[TransferTicket], give_up: Callable[[], None] | None = None) -> None:
+        """Name the loads that the coming reads depend on: none, one or several; replaces those named before.
+
+        `give_up` is called now and then while a reader waits; what it raises ends the wait and comes out there.
+        """
         tickets = as_tuple("tickets", tickets, TransferError)
         for ticket in tickets:
             self._check_mine(ticket)
         with self._changed:
-            self._consumed = tickets
+            self._consumed, self._give_up = tickets, give_up or _keep_waiting
 
     @property
     def is_consuming(self) -> bool:
@@ -145,25 +168,36 @@ class LayerTransferCounter:
             raise TransferError(f"there is nothing to wait for in planes={planes!r}")
         if not self._consumed:
             return
+        started = time.monotonic()
         with self._changed:
-            for ticket in self._consumed:
-                self._wait_for(ticket, local_layer, planes)
+            try:
+                for ticket in self._consumed:
+                    self._wait_for(ticket, local_layer, planes)
+            finally:
+                self.waited += time.monotonic() - started
+
+    def wait_for_all(self) -> None:
+        """Block until every part of every consumed load has arrived. Raises as `wait_until`."""
+        for layer in range(self.num_layers):
+            self.wait_until(layer)
 
     def _wait_for(self, ticket: TransferTicket, local_layer: int, planes: LayerPart) -> None:
         def settled() -> bool:
             return ticket._error is not None or ticket._abandoned or ticket._has(local_layer, planes)
 
-        self._changed.wait_for(settled, max(0.0, ticket._deadline - time.monotonic()))
+        while not settled() and ticket._seconds_left > 0:
+            self._give_up()
+            self._changed.wait_for(settled, min(_ASK_SECONDS, max(0.0, ticket._seconds_left)))
         if ticket._error is not None:
             raise TransferError(f"the load of local layer {local_layer} failed: {ticket._error!r}") from ticket._error
         # Once abandoned, the pages may already belong to somebody else, those that had arrived included.
         if ticket._abandoned:
             raise TransferError(f"the load of local layer {local_layer} was released before it was complete")
         if not ticket._has(local_layer, planes):
-            missing = planes & ~ticket._arrived[local_layer]
-            raise TransferError(
-                f"local layer {local_layer} ({_names(missing)}) did not arrive within {self.timeout:g} s"
-            )
+            missing = _names(planes & ~ticket._arrived[local_layer])
+            if time.monotonic() < ticket._begun + ticket._timeout:
+                raise TransferError(f"local layer {local_layer} ({missing}): nothing came for {ticket._pause:g} s")
+            raise TransferError(f"local layer {local_layer} ({missing}) did not arrive within {ticket._timeout:g} s")
 
     def _check_layer(self, local_layer: int) -> None:
         if isinstance(local_layer, bool) or not isinstance(local_layer, int):
@@ -181,6 +215,10 @@ class LayerTransferCounter:
         self._check_mine(ticket)
         if ticket._released:
             raise TransferError(f"{ticket!r} has been released already")
+
+
+def _keep_waiting() -> None:
+    """Nobody minds how long it takes."""
 
 
 def _check_parts(planes: LayerPart) -> None:

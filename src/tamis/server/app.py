@@ -14,7 +14,7 @@ from starlette.requests import Request
 from tamis.engine.async_engine import AsyncEngine
 from tamis.errors import TamisError
 from tamis.metrics import ServerMetrics
-from tamis.server import info, replies, schema
+from tamis.server import info, replies, schema, sessions
 from tamis.server.chat import chat
 from tamis.server.completions import complete
 from tamis.server.config import ServerConfig
@@ -30,12 +30,12 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
     for status, text in {
         400: "The request cannot be run; the message names the value.",
         401: "No API key, or a wrong one.",
-        404: "No such model or path.",
+        404: "No such model, session or path.",
         408: "The body did not come in time.",
         413: "The body is too large.",
         415: "The body is not called JSON.",
         500: "The server is at fault.",
-        503: "Too many requests, or the server is stopping.",
+        503: "Too many requests, a KV tier that fails, or the server is stopping.",
     }.items()
 }
 
@@ -58,8 +58,8 @@ def create_app(engine: AsyncEngine, config: ServerConfig | None = None, *, model
     app.add_middleware(Gate, config=config, metrics=metrics, paths=paths)
     if config.cors_origins:
         app.add_middleware(
-            CORSMiddleware, allow_origins=config.cors_origins, allow_methods=("GET", "POST"), allow_headers=("*",),
-            expose_headers=("x-request-id",),
+            CORSMiddleware, allow_origins=config.cors_origins, allow_methods=("GET", "POST", "DELETE"),
+            allow_headers=("*",), expose_headers=("x-request-id",),
         )  # fmt: skip
     app.openapi = lambda: _openapi(app, bool(config.api_keys))  # type: ignore[method-assign]
     return app
@@ -91,6 +91,18 @@ def _routes(context: Context) -> APIRouter:
     @router.get("/v1/kv", summary="How full the KV pool is")
     async def kv() -> replies.KVReply:
         return info.kv(engine)
+
+    @router.get("/v1/kv/sessions", summary="Prompts that are kept in the KV tiers")
+    async def list_sessions(request: Request) -> replies.SessionsReply:
+        return await sessions.sessions(context, request)
+
+    @router.post("/v1/kv/sessions/{name}", summary="Keep a prompt in the KV tiers")
+    async def save_session(name: str, body: schema.SessionRequest, request: Request) -> replies.SessionReply:
+        return await sessions.save(context, name, body, request)
+
+    @router.delete("/v1/kv/sessions/{name}", summary="Keep it no longer")
+    async def delete_session(name: str, request: Request) -> replies.SessionDeletedReply:
+        return await sessions.delete(context, name, request)
 
     @router.post("/tokenize", summary="Token ids of a text or chat")
     async def tokenize(body: schema.TokenizeRequest) -> replies.TokenizeReply:

@@ -26,6 +26,7 @@ async def chat(context: Context, body: ChatRequest, request: Request) -> Respons
     feed = context.feed(request)
     salt = context.salt(request, body.cache_salt)
     await feed.submit(context.engine, [plan.prompt], plan.sampling, salt=salt, progress=body.progress)
+    context.remember(request, salt, feed)
     writer = ChatWriter(context, body, plan)
     return await answer(feed, writer, body, request, patience=context.config.write_timeout)
 

@@ -29,6 +29,7 @@ async def complete(context: Context, body: CompletionRequest, request: Request) 
     feed = context.feed(request)
     salt = context.salt(request, body.cache_salt)
     await feed.submit(context.engine, body.prompts, sampling, salt=salt, progress=body.progress)
+    context.remember(request, salt, feed)
     writer = CompletionWriter(context, body, feed.prompt_token_ids)
     return await answer(feed, writer, body, request, patience=context.config.write_timeout)
 

@@ -13,6 +13,7 @@ from tamis.server.auth import cache_salt
 from tamis.server.config import ServerConfig
 from tamis.server.errors import ApiError
 from tamis.server.logprobs import TokenNames
+from tamis.server.recents import RecentRequests
 from tamis.server.stream import Feed
 from tamis.units import show
 
@@ -29,6 +30,7 @@ class Context:
     names: TokenNames
     started: int = field(default_factory=lambda: int(time.time()))
     """Unix time."""
+    recent: RecentRequests = field(default_factory=RecentRequests)
 
     def check_model(self, asked: str | None) -> None:
         """Raise ApiError (404) for a model that is not served."""
@@ -50,3 +52,9 @@ class Context:
     def salt(self, request: Request, asked: str | None) -> str:
         """Whose cached pages `request` may share."""
         return cache_salt(request.scope["state"]["tenant"], asked)
+
+    def remember(self, request: Request, salt: str, feed: Feed) -> None:
+        """Let a session be made of `request` later on, if it has one prompt."""
+        if len(feed.handles) == 1:
+            state = request.scope["state"]
+            self.recent.add(state["request_id"], state["tenant"], salt, feed.handles[0])

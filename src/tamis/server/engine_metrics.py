@@ -8,6 +8,7 @@ from prometheus_client.metrics_core import Metric
 from tamis.engine.async_engine import AsyncEngine
 from tamis.engine.stats import EngineStats
 from tamis.errors import EngineClosedError, EngineDeadError
+from tamis.server.tier_metrics import tier_metrics
 
 
 def engine_metrics(engine: AsyncEngine) -> Callable[[], Iterable[Metric]]:
@@ -15,10 +16,11 @@ def engine_metrics(engine: AsyncEngine) -> Callable[[], Iterable[Metric]]:
 
     def read() -> Iterable[Metric]:
         try:
-            stats, usage = engine.stats, engine.kv_usage()
+            stats, usage, tiers = engine.stats, engine.kv_usage(), engine.tier_stats
         except (EngineClosedError, EngineDeadError):
             return []
-        return [*_counters(stats), *_gauges(stats), _pages(usage["pages"]), _bytes(usage["bytes"])]
+        moved = tier_metrics(stats, tiers)
+        return [*_counters(stats), *_gauges(stats), _pages(usage["pages"]), _bytes(usage["bytes"]), *moved]
 
     return read
 

@@ -242,3 +242,27 @@ class KVReply(Reply):
     tokens: dict[str, int]
     """That fit into these pages."""
     bytes: dict[str, int]
+
+
+class SessionReply(Reply):
+    """A prompt that is kept in the KV tiers."""
+
+    name: str
+    tokens: int
+    """Of its full pages."""
+    pages: int
+    bytes: int
+
+
+class SessionsReply(Reply):
+    """All of them, by name."""
+
+    object: Literal["list"]
+    data: list[SessionReply]
+
+
+class SessionDeletedReply(Reply):
+    """It is not kept any more."""
+
+    name: str
+    deleted: Literal[True]

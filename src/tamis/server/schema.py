@@ -280,3 +280,29 @@ class DetokenizeRequest(Body):
     model: str | None = None
     tokens: TokenIds
     skip_special_tokens: bool = False
+
+
+class SessionRequest(Body):
+    """`/v1/kv/sessions/NAME`: what is to be kept, in one of three ways."""
+
+    model: str | None = None
+    prompt: str | TokenIds | None = None
+    """Text or token ids, as for `/v1/completions`."""
+    messages: list[Message] | None = None
+    """A chat, as for `/v1/chat/completions`."""
+    tools: list[Tool] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool = False
+    """Of a chat: end where the model's reply begins."""
+    request_id: str | None = None
+    """X-Request-Id of a request of one prompt that was answered lately: its prompt and reply are kept."""
+    cache_salt: str | None = None
+    """Of the requests that shall read it; not with request_id, which has its own."""
+
+    @model_validator(mode="after")
+    def _one_of_three(self) -> "SessionRequest":
+        if sum(value is not None for value in (self.prompt, self.messages, self.request_id)) != 1:
+            raise ValueError("give one of prompt, messages and request_id")
+        if self.request_id is not None and self.cache_salt is not None:
+            raise ValueError("cache_salt cannot be given with request_id, which has its own")
+        return self

@@ -97,7 +97,8 @@ class Feed:
         self._queue: asyncio.Queue[tuple[int, Item | Exception | None]] = asyncio.Queue()
         self._pumps: list[asyncio.Task[None]] = []
         self._usage: dict[tuple[int, int], Usage] = {}
-        self._handles: list[RequestHandle] = []
+        self.handles: list[RequestHandle] = []
+        """One for each prompt."""
 
     async def submit(
         self, engine: AsyncEngine, prompts: Sequence[Prompt], sampling: SamplingParams, *, salt: str, progress: bool
@@ -111,21 +112,21 @@ class Feed:
                 for place, prompt in enumerate(prompts)
             ]
 
-        self._handles = await aside(start)
-        self._pumps = [asyncio.create_task(self._pump(place, handle)) for place, handle in enumerate(self._handles)]
+        self.handles = await aside(start)
+        self._pumps = [asyncio.create_task(self._pump(place, handle)) for place, handle in enumerate(self.handles)]
 
     @property
     def prompt_token_ids(self) -> list[list[int]]:
         """What the prompts became."""
-        return [handle.prompt_token_ids for handle in self._handles]
+        return [handle.prompt_token_ids for handle in self.handles]
 
     async def prompt_logprobs(self) -> list[Sequence[TokenLogprobs | None] | None]:
         """Of each prompt, once it has ended; None where they were not asked for."""
-        return [(await handle.completions())[0].prompt_logprobs for handle in self._handles]
+        return [(await handle.completions())[0].prompt_logprobs for handle in self.handles]
 
     async def batches(self) -> AsyncIterator[list[tuple[int, Item]]]:
         """All that has come since the last batch, each with its prompt's place. Raises the first error there is."""
-        running = len(self._handles)
+        running = len(self.handles)
         while running:
             items = [await self._queue.get()]
             while not self._queue.empty():
@@ -154,7 +155,7 @@ class Feed:
 
     async def close(self) -> None:
         """End what still runs and wait until nothing here does."""
-        for handle in self._handles:
+        for handle in self.handles:
             handle.abort()
         for pump in self._pumps:
             pump.cancel()

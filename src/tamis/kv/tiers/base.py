@@ -102,10 +102,11 @@ class Tier(Protocol):
     def stat(self) -> TierStat:
         """Counts and sizes; asks nothing of the store."""
 
-    def pin(self, keys: Sequence[Key], owner: str) -> None:
-        """Keep these from eviction in the name of `owner`, in addition to what it has pinned, there yet or not.
+    def pin(self, keys: Sequence[Key], owner: str, *, replace: bool = False) -> None:
+        """Keep these from eviction in the name of `owner`, there yet or not: in addition to what it has pinned.
 
-        A pin survives a restart wherever the entries do.
+        With `replace` instead of that, at once: it has pinned the one or the other at any moment. A pin survives a
+        restart wherever the entries do.
         """
 
     def unpin(self, owner: str) -> None:

@@ -82,6 +82,9 @@ class DiskTier(StoredTier):
                 self._discard(key)
             except FileNotFoundError:  # evicted by another process in this moment
                 continue
+            except OSError as error:  # another user's, or the disk is at fault: a miss, should it be asked for
+                self._count(errors=1)
+                logger.warning("kv tier %s: page %s cannot be looked at: %s", self.name, key.hex(), describe(error))
 
     def _check_header(self, key: Key, size: int) -> None:
         begin = read_begin(self._file(key), _USUAL_HEADER)
@@ -144,8 +147,7 @@ class DiskTier(StoredTier):
     def _discard(self, key: Key) -> None:
         with suppress(FileNotFoundError):
             self._file(key).replace(self._bad / self._file(key).name)
-        aside = sorted(self._bad.iterdir(), key=lambda path: path.lstat().st_mtime)
-        _unlink_all(aside[:-_KEPT_ASIDE])
+        _unlink_all(sorted(self._bad.iterdir(), key=_last_change)[:-_KEPT_ASIDE])
 
     def _touch(self, uses: dict[Key, float]) -> None:
         for key, used in uses.items():
@@ -198,6 +200,14 @@ def _unlink_all(paths: Iterable[Path]) -> int:
             path.unlink(missing_ok=True)
         count += 1
     return count
+
+
+def _last_change(path: Path) -> float:
+    """0 for what another process has removed in this moment."""
+    try:
+        return path.lstat().st_mtime
+    except FileNotFoundError:
+        return 0.0
 
 
 def _is_free(lock: Path) -> bool:

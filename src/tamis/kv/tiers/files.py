@@ -59,6 +59,8 @@ class OpenFiles:
             descriptor = os.open(self._paths[number], _READ)
         except FileNotFoundError:
             raise TierReadError(self._keys[number], "it is not there") from None
+        except PermissionError:
+            raise TierReadError(self._keys[number], "it is another user's") from None
         except OSError as error:
             if error.errno not in (errno.ELOOP, errno.ENXIO):
                 raise

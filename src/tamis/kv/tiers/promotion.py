@@ -1,5 +1,6 @@
 """Copying what was read from a slow tier into the faster ones, behind the back of whoever reads."""
 
+import atexit
 import logging
 import threading
 from collections.abc import Sequence
@@ -28,6 +29,8 @@ class Promotion:
     keys: Sequence[Key]
     """As many as there is room for."""
     tensors: dict[tuple[int, str], Tensor] = field(default_factory=dict)
+    cancelled: bool = False
+    """Nobody needs it any more."""
 
     def take(self, part: ReadPart) -> None:
         """Keep a copy of what there is room for: the reader may do with its own what it likes."""
@@ -37,6 +40,8 @@ class Promotion:
     def run(self) -> None:
         """Write the pages."""
         for start in range(0, len(self.keys), _GROUP):
+            if self.cancelled:
+                return
             some = range(start, min(start + _GROUP, len(self.keys)))
             keys = [self.keys[at] for at in some]
             tensors = {name: tensor[some.start : some.stop] for name, tensor in self.tensors.items()}
@@ -55,7 +60,8 @@ class Promoter:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._waiting: Promotion | None = None
-        self._running = self._closed = False
+        self._running: Promotion | None = None
+        self._closed = False
         self._thread: threading.Thread | None = None
 
     def offer(self, promotion: Promotion) -> None:
@@ -67,20 +73,24 @@ class Promoter:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="tamis-kv-promote", daemon=True)
                 self._thread.start()
+                atexit.register(self.close)  # a thread that is inside of torch then takes the process down
             self._changed.notify_all()
 
     def settle(self, seconds: float) -> bool:
         """Wait until nothing runs or waits; False where that takes longer."""
         with self._changed:
-            return self._changed.wait_for(lambda: self._waiting is None and not self._running, seconds)
+            return self._changed.wait_for(lambda: self._waiting is None and self._running is None, seconds)
 
     def close(self) -> None:
         """End the thread once it is done with what it does now; a tier that takes long is not waited for."""
         with self._changed:
             self._closed, self._waiting = True, None
+            if self._running is not None:
+                self._running.cancelled = True
             self._changed.notify_all()
         if self._thread is not None:
             self._thread.join(_CLOSE_SECONDS)
+            atexit.unregister(self.close)
 
     def _run(self) -> None:
         while (promotion := self._next()) is not None:
@@ -90,12 +100,11 @@ class Promoter:
                 logger.exception("pages could not be copied to a faster tier")
             finally:
                 with self._changed:
-                    self._running = False
+                    self._running = None
                     self._changed.notify_all()
 
     def _next(self) -> Promotion | None:
         with self._changed:
             self._changed.wait_for(lambda: self._waiting is not None or self._closed)
-            promotion, self._waiting = self._waiting, None
-            self._running = promotion is not None
-            return promotion
+            self._running, self._waiting = self._waiting, None
+            return self._running

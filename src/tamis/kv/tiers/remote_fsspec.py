@@ -6,6 +6,7 @@ Such a store tells when a page was written, not when it was used: uses are known
 is seen when the listing is read again, at most every `refresh` seconds.
 """
 
+import errno
 import re
 import secrets
 import time
@@ -55,9 +56,19 @@ class FsspecTier(StoredTier):
             self._puts_whole = not _WHOLE.isdisjoint(protocols)
             for folder in (self._pages, self._tmp, self._pin_files):
                 self._fs.makedirs(folder, exist_ok=True)
-            self._write_file(f"{root}/tamis-kv", b"KV pages of tamis, format 1\n")
+            self._mark(f"{root}/tamis-kv")
             self._remove_stale()
             self._rescan()
+
+    def _mark(self, path: str) -> None:
+        """See whether the store can be written to. One that is only full can still be read."""
+        try:
+            self._write_file(path, b"KV pages of tamis, format 1\n")
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            self._count(errors=1)
+            logger.warning("kv tier %s: %s", self.name, describe(error))
 
     def _remove_stale(self) -> None:
         for name, info in self._files(self._tmp):

@@ -8,6 +8,7 @@
 A capacity is kept by whoever writes. Without one the server's own limit holds: what it evicts is a miss, pinned or not.
 """
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, ClassVar
@@ -22,8 +23,11 @@ from tamis.errors import ConfigError, TierReadError
 from tamis.kv.tiers.base import KEY_BYTES, Blob, Key
 from tamis.kv.tiers.format import Rows
 from tamis.kv.tiers.reader import Fetch
-from tamis.kv.tiers.stored import Listed, StoredTier
+from tamis.kv.tiers.stored import Listed, StoredTier, describe
 
+PREFIX = "tamis:kv"
+"""What keys begin with unless told otherwise."""
+_MEMBER = re.compile(rb"[0-9a-f]{64}")
 _BATCH = 512
 """Commands that are sent at once."""
 _FETCHED = 16 << 20
@@ -39,14 +43,12 @@ class RedisTier(StoredTier):
     least_fetch: ClassVar[int] = 256 << 10
     foreign_errors = (redis.RedisError, OSError)
 
-    def __init__(
-        self, url: str, capacity: int | None = None, *, prefix: str = "tamis:kv", timeout: float = 2.0
-    ) -> None:
+    def __init__(self, url: str, capacity: int | None = None, *, prefix: str = PREFIX, timeout: float = 2.0) -> None:
         """`url` as redis://[[user]:password@]host[:port][/db]; all keys begin with `prefix`.
 
         Raises TierError where the server does not answer, ConfigError for what is not such a URL.
         """
-        super().__init__(without_password(url), capacity)
+        super().__init__(without_password(url) + ("" if prefix == PREFIX else f"?prefix={prefix}"), capacity)
         self._prefix = prefix
         self._used, self._pin_hash = f"{prefix}:used", f"{prefix}:pins"
         # Once more where a connection turns out to be lost, never where the server is slow.
@@ -56,11 +58,11 @@ class RedisTier(StoredTier):
             self._client: Any = redis.Redis.from_url(
                 url, socket_timeout=timeout, socket_connect_timeout=timeout, retry=retry, socket_read_size=1 << 20
             )
-        except ValueError as error:
-            raise ConfigError(f"kv tier {self.name}: {error}") from None
-        with self._verb("connect"):
-            self._client.ping()
-            self._rescan()
+            with self._verb("connect"):
+                self._client.ping()
+                self._rescan()
+        except (TypeError, ValueError) as error:  # some options are looked at by the first connection only
+            raise ConfigError(f"kv tier {self.name}: {describe(error)}") from None
 
     def _name(self, key: Key) -> str:
         return f"{self._prefix}:page:{key.hex()}"
@@ -78,6 +80,7 @@ class RedisTier(StoredTier):
         used = {
             bytes.fromhex(member.decode()): float(score)
             for member, score in self._client.zrange(self._used, 0, -1, withscores=True)
+            if _MEMBER.fullmatch(member)
         }
         for key, size in self._ask("STRLEN", list(used)):
             if not isinstance(size, Exception) and size:

@@ -11,9 +11,11 @@ redis those of its URL (db, protocol, ssl_...), of fsspec any.
 
 import logging
 import math
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from urllib.parse import parse_qsl, urlencode, urlsplit
 
 from tamis.errors import ConfigError, TierError
@@ -64,13 +66,13 @@ class TierSpec:
         return HostTier(self.capacity)
 
     def _open_redis(self) -> StoredTier:
-        from tamis.kv.tiers.remote_redis import RedisTier
+        from tamis.kv.tiers.remote_redis import PREFIX, RedisTier
 
         own = {name: value for name, value in self.options.items() if name in ("prefix", "timeout")}
         rest = urlencode({name: value for name, value in self.options.items() if name not in own})
         url = self.target + (f"?{rest}" if rest else "")
         timeout = _seconds(self.shown, own.get("timeout", "2"))
-        return RedisTier(url, self.capacity, prefix=own.get("prefix", "tamis:kv"), timeout=timeout)
+        return RedisTier(url, self.capacity, prefix=own.get("prefix", PREFIX), timeout=timeout)
 
 
 def parse_tier(spec: str) -> TierSpec:
@@ -89,10 +91,21 @@ def parse_tier(spec: str) -> TierSpec:
         _check_redis(shown, target, options)
         return TierSpec("redis", _REDIS[kind] + target[len(kind) :], capacity, options, shown)
     if kind == "disk":
+        target = _directory(shown, target)
         if capacity is None:
             raise ConfigError(f"kv tier {shown} needs a size, such as {shown}?size=100GiB")
         _refuse_options(shown, options)
     return TierSpec(kind, target, capacity, options, shown)
+
+
+def _directory(shown: str, target: str) -> str:
+    try:
+        if b"\0" not in os.fsencode(target):
+            return str(Path(target).expanduser())
+        reason = "it holds a null character"
+    except (RuntimeError, UnicodeError) as error:  # a user who has no home, half a character
+        reason = str(error)
+    raise ConfigError(f"kv tier {show(shown)} names no directory: {reason}")
 
 
 def _check_redis(shown: str, target: str, options: Mapping[str, str]) -> None:
@@ -152,8 +165,9 @@ def open_tiers(specs: Sequence[str], layout: KVLayout, *, optional: bool = False
 def _check(parsed: Sequence[TierSpec], page_bytes: int) -> None:
     seen: set[tuple[str, str, str | None]] = set()
     for spec in parsed:
-        # Of one server, each prefix is a store of its own.
-        place = (spec.kind, spec.target, spec.options.get("prefix"))
+        # Of one server, each prefix is a store of its own, whoever asks.
+        target = os.path.realpath(spec.target) if spec.kind == "disk" else _CREDENTIALS.sub("//", spec.target)
+        place = (spec.kind, target, spec.options.get("prefix"))
         if place in seen:
             raise ConfigError(f"kv tier {spec.shown} is named twice")
         seen.add(place)

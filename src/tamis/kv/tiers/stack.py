@@ -58,6 +58,13 @@ class TierStack:
         """The tiers, fastest first."""
         return [member.tier for member in self._members]
 
+    @property
+    def lasting(self) -> "TierStack":
+        """Those that outlast the process, or host memory where there is no other: where pins are. Not to be closed."""
+        some = TierStack([])
+        some._members = [member for member in self._members if not isinstance(member.tier, HostTier)] or self._members
+        return some
+
     def contains(self, keys: Sequence[Key]) -> list[bool]:
         """See Tier; a tier that fails has nothing."""
         found = self._locate(keys)
@@ -142,13 +149,9 @@ class TierStack:
             total = replace(total, **sums, capacity=None if whole is None or more is None else whole + more)
         return total
 
-    def pin(self, keys: Sequence[Key], owner: str) -> None:
-        """See Tier: in every tier that outlasts the process, or in host memory where there is no other.
-
-        Raises TierError where none could.
-        """
-        lasting = [member for member in self._members if not isinstance(member.tier, HostTier)]
-        self._ask(lambda tier: tier.pin(keys, owner), lasting or self._members, enough=1)
+    def pin(self, keys: Sequence[Key], owner: str, *, replace: bool = False) -> None:
+        """See Tier: in all that are `lasting`. Raises TierError where none could."""
+        self._ask(lambda tier: tier.pin(keys, owner, replace=replace), self.lasting._members, enough=1)
 
     def unpin(self, owner: str) -> None:
         """See Tier: in all tiers. Raises TierError where one failed."""

@@ -52,6 +52,8 @@ class StoredTier(ABC):
         self._counts: Counter[str] = Counter()
         self._lock = threading.Lock()
         self._writing = threading.Lock()
+        self._pinning = threading.Lock()
+        """Held, inside `_exclusive`, from reading all pins to keeping what has become of them."""
         self._unseen = 0
         self._closed = False
 
@@ -114,18 +116,19 @@ class StoredTier(ABC):
                 len(self._pinned(self._pins)), **self._counts,
             )  # fmt: skip
 
-    def pin(self, keys: Sequence[Key], owner: str) -> None:
+    def pin(self, keys: Sequence[Key], owner: str, *, replace: bool = False) -> None:
         """See Tier."""
-        with self._verb("pin"), self._exclusive():
+        with self._verb("pin"), self._exclusive(), self._pinning:
             pins = self._load_pins()
-            pins[owner] = list(dict.fromkeys([*pins.get(owner, []), *keys]))
+            before = [] if replace else pins.get(owner, [])
+            pins[owner] = list(dict.fromkeys([*before, *keys]))
             self._save_pins(owner, pins[owner])
             with self._lock:
                 self._pins = pins
 
     def unpin(self, owner: str) -> None:
         """See Tier."""
-        with self._verb("unpin"), self._exclusive():
+        with self._verb("unpin"), self._exclusive(), self._pinning:
             pins = self._load_pins()
             if pins.pop(owner, None) is not None:
                 self._save_pins(owner, [])
@@ -215,10 +218,12 @@ class StoredTier(ABC):
     def _rescan(self) -> None:
         """See what is there now, whoever wrote it."""
         begun = time.monotonic()
-        found, pins = list(self._list()), self._load_pins()
-        with self._lock:
-            self._ledger.replace(found, begun)
-            self._pins = pins
+        found = list(self._list())
+        with self._pinning:
+            pins = self._load_pins()
+            with self._lock:
+                self._ledger.replace(found, begun)
+                self._pins = pins
         self._unseen = 0
 
     def _fresh(self, items: Sequence[Item]) -> list[Item]:
