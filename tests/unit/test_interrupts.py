@@ -130,12 +130,21 @@ def interrupt_main_thread(after_s: float) -> None:
 
 
 def during_a_step(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch, action: Callable[[], object], requests: int = 1
+    engine: Engine,
+    monkeypatch: pytest.MonkeyPatch,
+    action: Callable[[], object],
+    requests: int = 1,
+    asked: threading.Event | None = None,
 ) -> None:
-    """Let `action` happen once, in the engine's thread, in a step while so many requests are there."""
+    """Let `action` happen once, in the engine's thread, in a step while so many requests are there.
+
+    Until `asked` a reply that has begun does not go on, lest it ends before the other requests come.
+    """
     run, left = engine.runner.run, [action]
 
     def act_and_run(batch: Batch, before_layer: Callable[[], None]) -> torch.Tensor:
+        begun = any(sample.token_ids for request in engine._requests.values() for sample in request.samples)
+        assert asked is None or not begun or asked.wait(PATIENCE)
         # Not in a step that began before the call which is to be interrupted.
         if left and len(engine._requests) >= requests:
             left.pop()()
@@ -159,9 +168,16 @@ def interrupt_and_wait(engine: Engine) -> Callable[[], None]:
 def test_an_interrupted_call_leaves_everybody_elses_step_alone(
     llm: LLM, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    asked, submit = threading.Event(), llm._thread.submit
+
+    def submit_and_tell(*arguments: Any) -> None:
+        submit(*arguments)
+        asked.set()
+
+    during_a_step(engine, monkeypatch, interrupt_and_wait(engine), requests=2, asked=asked)
     other = llm.stream([9, 8, 7], greedy(20, ignore_eos=True))
     tokens = [next(other).token_id]
-    during_a_step(engine, monkeypatch, interrupt_and_wait(engine), requests=2)
+    monkeypatch.setattr(llm._thread, "submit", submit_and_tell)
     with pytest.raises(KeyboardInterrupt):
         llm.generate([[3, 4, 5, 6, 7]], greedy(3))
     llm.check()
