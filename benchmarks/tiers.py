@@ -157,7 +157,7 @@ def restart(folder: Path, threads: int, tokens: int) -> dict[str, float]:
     """Seconds to the first token of a new document, of the same after a restart, and of another one (the control)."""
     per_word, found, replies = 0.0, {}, {}
     for names in (("cold",), ("after a restart", "another document")):
-        with tamis_server(None, threads, 1, ["--kv-tier", f"disk:{folder}"]) as target:
+        with tamis_server(None, threads, 1, ["--kv-tier", f"disk:{folder}?size=10GiB"]) as target:
             per_word = per_word or asyncio.run(tokens_per_word(target, random.Random(0)))
             one(target, Job(next(prompts([64], 0, per_word, random.Random(1))), 8, GREEDY))
             for name in names:
