@@ -12,17 +12,22 @@ from collections.abc import Callable, Mapping
 import torch
 
 
-def interleaved(runs: Mapping[str, Callable[[], object]], seconds: float, least: int = 3) -> dict[str, float]:
-    """Median seconds of each run, taken in turn so that noise meets all alike; one untimed round first."""
+def interleaved(
+    runs: Mapping[str, Callable[[], object]],
+    seconds: float,
+    least: int = 3,
+    now: Callable[[], float] = time.perf_counter,
+) -> dict[str, float]:
+    """Median seconds of each run by the clock `now`, in turn so that noise meets all alike; one untimed round first."""
     times: dict[str, list[float]] = {name: [] for name in runs}
     for run in runs.values():
         run()
     started = time.perf_counter()
     while time.perf_counter() - started < seconds or min(map(len, times.values())) < least:
         for name, run in runs.items():
-            before = time.perf_counter()
+            before = now()
             run()
-            times[name].append(time.perf_counter() - before)
+            times[name].append(now() - before)
     return {name: statistics.median(found) for name, found in times.items()}
 
 

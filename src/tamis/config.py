@@ -131,9 +131,21 @@ class SparseAttentionConfig:
         )  # fmt: skip
 
     def check_page_size(self, page_size: int) -> None:
-        """Raise PageSizeError unless `page_size` divides the block size."""
-        if page_size < 1 or self.block_size % page_size:
+        """Raise PageSizeError unless `page_size` divides the block size, or the block size divides it."""
+        if page_size < 1 or (self.block_size % page_size and page_size % self.block_size):
             raise PageSizeError(f"page_size={page_size} does not divide the sparse block_size={self.block_size}")
+
+
+@dataclass(frozen=True)
+class IndexBranchConfig:
+    """What an index branch that was trained onto a dense model has of its own (`models/index_branch.py`).
+
+    Its projections are kept apart from q, k and v, whose weights may be quantised and biased.
+    """
+
+    rope: RopeConfig
+    """Of index queries and keys; frequencies and scaling are the model's unless the branch says otherwise."""
+    norm_eps: float
 
 
 @dataclass(frozen=True)
@@ -185,6 +197,8 @@ class ModelConfig:
     layer_kinds: tuple[LayerKind, ...]
     sparse: SparseAttentionConfig | None = None
     """None where every layer is dense."""
+    index_branch: IndexBranchConfig | None = None
+    """None: index heads are stacked with q, k and v and share the model's RoPE and eps."""
     moe: MoEConfig | None = None
     qk_norm: bool = False
     """RMSNorm over each query and key head before RoPE."""
@@ -257,10 +271,15 @@ class ModelConfig:
             raise ConfigError(
                 f"model config: index_heads={self.sparse.index_heads} is not a multiple of kv_heads={self.kv_heads}"
             )
-        if self.sparse.index_head_dim < self.rope.rotary_dim:
+        if self.index_branch is not None:
+            rotary, whose = self.index_branch.rope.rotary_dim, "of the index branch"
+        else:
+            rotary, whose = self.rope.rotary_dim, "which index heads share with the main heads"
+        if rotary % 2:
+            raise ConfigError(f"model config: rotary_dim={rotary} {whose} must be even")
+        if self.sparse.index_head_dim < rotary:
             raise ConfigError(
-                f"model config: index_head_dim={self.sparse.index_head_dim} is less than "
-                f"rotary_dim={self.rope.rotary_dim}, which index heads share with the main heads"
+                f"model config: index_head_dim={self.sparse.index_head_dim} is less than rotary_dim={rotary}, {whose}"
             )
 
 
@@ -284,7 +303,7 @@ class EngineConfig:
     kv_dtype: str = "auto"
     """Main K and V: "fp32", "bf16", "fp16", "fp8_e4m3", "fp8_e5m2", or "auto" (as the weights)."""
     page_size: int | None = None
-    """Tokens a page; None: gcd(32, block_size), 32 for a dense model."""
+    """Tokens a page; None: 32, or gcd(32, block_size) where no block of that size fits 32."""
     kv_budget: int | None = None
     """Bytes for usable pages of the pool; None: a share of the memory that is free."""
     max_batch_tokens: int = 512

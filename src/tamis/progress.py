@@ -18,6 +18,13 @@ class Progress(Protocol):
         """The task is over, whether it succeeded or not."""
 
 
+class NotedProgress(Progress, Protocol):
+    """One that can show figures beside the amount."""
+
+    def note(self, text: str) -> None:
+        """How the task is doing, for whoever looks on: replaces the note before."""
+
+
 class NoProgress:
     """Reports nothing."""
 
@@ -25,6 +32,9 @@ class NoProgress:
         """Do nothing."""
 
     def advance(self, amount: int) -> None:
+        """Do nothing."""
+
+    def note(self, text: str) -> None:
         """Do nothing."""
 
     def finish(self) -> None:

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from support import spellings, tiny
+from support.branches import retrofitted
 from support.running import PoolRun, random_ids
-from tamis.config import EngineConfig
+from tamis.config import EngineConfig, LayerKind
 from tamis.kernels import LayerPlanes, choose_layers, choose_model_ops, choose_ops
 from tamis.kernels.cpu import amx
 from tamis.kernels.cpu.fused import FusedLayers
@@ -44,9 +45,13 @@ class Counting:
 
 
 def load(tmp_path: Path, kind: str, quant: str) -> CausalLM:
-    if kind == "llama":
+    source = None
+    if kind in ("llama", "index branch"):
         config = tiny.llama_config("llama", head_dim=32, attention_bias=True, mlp_bias=True)
         path = tiny.save(tiny.build(config, seed=2), tmp_path)
+        if kind == "index branch":
+            kinds = (LayerKind.SPARSE_K, LayerKind.DENSE, LayerKind.SPARSE_K)
+            source = retrofitted(path, tmp_path / "branch", layer_kinds=kinds, index_head_dim=64, index_rotary_dim=16)
     else:
         oracle = tiny.build(tiny.m3_config(4, q_heads=8 if kind == "m3 wide" else 4), seed=1)
         if kind == "m3 K+V":
@@ -54,12 +59,12 @@ def load(tmp_path: Path, kind: str, quant: str) -> CausalLM:
             path = spellings.write_released(oracle, tmp_path, index_value=[2])
         else:
             path = tiny.save(oracle, tmp_path)
-    source = ModelSource(path.name, path, "directory")
+    source = source or ModelSource(path.name, path, "directory")
     return load_model(source, load_config(source), dtype=torch.bfloat16, quant=quant)
 
 
 @pytest.mark.parametrize("quant", ["none", "int8", "int4"])
-@pytest.mark.parametrize("kind", ["m3", "m3 wide", "m3 K+V", "llama"])
+@pytest.mark.parametrize("kind", ["m3", "m3 wide", "m3 K+V", "llama", "index branch"])
 def test_a_layer_in_one_call_equals_its_parts(tmp_path: Path, ops: CpuOps, kind: str, quant: str) -> None:
     model = load(tmp_path, kind, quant)
     runs = [PoolRun(model, 4, 64, rows=3, ops=ops, dtype=torch.bfloat16) for _ in range(2)]
@@ -101,7 +106,7 @@ def test_what_does_not_fit_is_left_alone(tmp_path: Path, ops: CpuOps) -> None:
     x = torch.zeros(1, 64)
     layer = model.layers[0]
     assert isinstance(layer, DecoderLayer)
-    assert not layers.run([layer.weights], x, (torch.zeros(1, 8),) * 2, lambda _: scaled, None)  # type: ignore[arg-type]
+    assert not layers.run([layer.weights], x, ((torch.zeros(1, 8),) * 2,) * 2, lambda _: scaled, None)  # type: ignore[arg-type]
 
 
 def test_reference_backends_run_no_whole_layers() -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from support import spellings, tiny
+from support.branches import retrofitted
 from support.engines import complete, greedy, run
 from support.running import greedy as model_greedy
 from support.running import random_ids
@@ -31,17 +32,20 @@ STEPS = 12
 LENGTHS = (1, BLOCK - 1, 4 * BLOCK, 5 * BLOCK + 3)
 
 
-@pytest.fixture(scope="module", params=["dense", "K-only", "K+V"])
+@pytest.fixture(scope="module", params=["dense", "K-only", "K+V", "index branch"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> CausalLM:
     path = tmp_path_factory.mktemp("model")
-    if request.param == "dense":
-        tiny.save(tiny.build(tiny.llama_config("llama", num_hidden_layers=2), seed=1), path)
+    if request.param in ("dense", "index branch"):
+        layers = 2 if request.param == "dense" else 3
+        tiny.save(tiny.build(tiny.llama_config("llama", num_hidden_layers=layers), seed=1), path)
     else:
         oracle = tiny.build(tiny.m3_config(2, topk=2, block=BLOCK), seed=2)
         index_value = [1] if request.param == "K+V" else []
         spellings.add_index_value(oracle, index_value)
         spellings.write_released(oracle, path, index_value=index_value)
     source = ModelSource(path.name, path, "directory")
+    if request.param == "index branch":
+        source = retrofitted(path, tmp_path_factory.mktemp("branch"), block_size=BLOCK, topk=2, init_blocks=0)
     return load_model(source, load_config(source), dtype=torch.float32)
 
 
@@ -116,7 +120,7 @@ def test_behind_a_warm_prefix_of_every_length(make: Make, prompts: list[list[int
         assert engine.stats.hit_tokens == hit
 
 
-@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("page_size", [1, 16, 48])
 def test_behind_a_reply_that_is_cached_as_well(
     make: Make, model: CausalLM, prompts: list[list[int]], page_size: int
 ) -> None:

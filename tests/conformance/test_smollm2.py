@@ -1,4 +1,4 @@
-"""The built-in model against transformers on the same dequantised weights."""
+"""The built-in models: the dense one against transformers on the same dequantised weights, the sparse against it."""
 
 import argparse
 import inspect
@@ -13,6 +13,7 @@ import torch
 from support import tiny
 from support.smollm2 import smollm2_oracle
 from tamis import LLM, SamplingParams
+from tamis.names import SPARSE_MODEL
 
 PROMPTS = [
     "The sieve separates coarse flour from fine flour, and the miller",
@@ -85,6 +86,24 @@ def test_perplexity_of_a_long_document(oracle: Any, builtin_gguf: Path) -> None:
         logprobs = tiny.oracle_logits(oracle, ids).log_softmax(-1)
         wanted = math.exp(-float(logprobs[:-1].gather(1, torch.tensor(ids[1:])[:, None]).double().mean()))
         assert perplexity(llm, ids) == pytest.approx(wanted, rel=0.005)
+
+
+def test_within_what_it_attends_to_the_sparse_model_is_the_dense_one(llm: LLM) -> None:
+    with LLM(SPARSE_MODEL, dtype="fp32", max_batch_tokens=256, kv_budget=50 << 20) as sparse:
+        settings = sparse.config.sparse
+        assert settings is not None
+        ids = document(llm, min(settings.topk * settings.block_size, 400))
+        assert perplexity(sparse, ids) == pytest.approx(perplexity(llm, ids), rel=1e-4)
+
+
+@pytest.mark.slow
+def test_beyond_that_the_sparse_model_stays_near_the_dense_one(builtin_gguf: Path) -> None:
+    """What `tamis eval` measures at length, here as an alarm; with an untrained branch it is a fifth more."""
+    found = []
+    for name in (SPARSE_MODEL, str(builtin_gguf)):
+        with LLM(name, kv_budget=200 << 20) as llm:
+            found.append(perplexity(llm, document(llm, 3000)))
+    assert found[0] == pytest.approx(found[1], rel=0.04)
 
 
 def test_capital_of_france(builtin_gguf: Path) -> None:

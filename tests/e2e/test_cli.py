@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from support.cli import invoke
+from tamis.names import DEFAULT_MODEL
 
 TAMIS = [sys.executable, "-m", "tamis.cli"]
 SMALL = ["--kv-budget", "64MiB", "--threads", "1"]
@@ -137,9 +138,10 @@ def test_a_broken_model_is_one_line_and_debug_shows_where(tmp_path: Path) -> Non
 
 
 def test_inspect_and_plan_know_the_built_in_model() -> None:
-    layers = json.loads(invoke("inspect", "--json").out)["layers"]
+    layers = json.loads(invoke("inspect", "smollm2-135m", "--json").out)["layers"]
     assert [layer["kind"] for layer in layers] == ["dense"] * 30
-    facts = json.loads(invoke("plan", "--memory", "64MiB", "--json").out)
+    assert json.loads(invoke("inspect", "--json").out)["model"] == DEFAULT_MODEL
+    facts = json.loads(invoke("plan", "smollm2-135m", "--memory", "64MiB", "--json").out)
     assert facts["model"] == "smollm2-135m"
     assert facts["bytes_per_token"]["total"] == 30 * 2 * 3 * 64 * 2
     assert facts["tokens"] == 64 * 2**20 // (32 * 23_040) * 32
@@ -150,4 +152,4 @@ def test_pull_names_the_file_that_is_used() -> None:
     assert (result.code, result.err) == (0, "")
     path = Path(result.out.strip())
     assert path.is_file()
-    assert json.loads(invoke("pull", "--json").out) == {"model": "smollm2-135m", "path": str(path)}
+    assert json.loads(invoke("pull", "--json").out) == {"model": DEFAULT_MODEL, "path": str(path)}

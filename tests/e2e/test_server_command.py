@@ -7,15 +7,21 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
 import pytest
+import torch
 
 from support.cli import invoke
 from support.serving import eventually, write_byte_model
+from tamis.engine.memory import resolve_page_size
+from tamis.kv import KVLayout
+from tamis.models import load_config, resolve
+from tamis.names import DEFAULT_MODEL
 
 README = (Path(__file__).parents[2] / "README.md").read_text()
 SERVE = [sys.executable, "-m", "tamis.cli", "serve", "--port", "0", "--threads", "1"]
@@ -44,8 +50,12 @@ def running(*arguments: str, env: dict[str, str] | None = None) -> Iterator[Comm
 def builtin() -> Iterator[str]:
     """The URL of a server with the built-in model."""
     with running("--kv-budget", "64MiB", "--quiet") as (_, ready):
-        assert (ready[1], ready[3]) == ("smollm2-135m", "30 dense")
-        assert int(ready[4].replace(",", "")) == (64 << 20) // (30 * 2 * 3 * 64 * 2) // 32 * 32
+        config = load_config(resolve(None))
+        kinds = Counter(kind.value for kind in config.layer_kinds)
+        assert (ready[1], ready[3]) == (DEFAULT_MODEL, ", ".join(f"{count} {kind}" for kind, count in kinds.items()))
+        page_size = resolve_page_size(None, config)
+        a_token = KVLayout.from_model(config, page_size=page_size, dtype=torch.bfloat16).bytes_per_token["total"]
+        assert int(ready[4].replace(",", "")) == (64 << 20) // (a_token * page_size) * page_size
         yield ready[2]
 
 

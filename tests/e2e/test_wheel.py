@@ -44,8 +44,8 @@ def test_the_wheel_holds_the_package_and_its_data_and_nothing_else(wheel: Path) 
     version = wheel.name.removesuffix("-py3-none-any.whl")
     assert {name.split("/")[0] for name in names} == {"tamis", f"{version}.dist-info"}
     source = ROOT / "src"
-    tree = {str(path.relative_to(source)) for path in (source / "tamis").rglob("*.py")}
-    assert tree == {name for name in names if name.endswith(".py")}
+    files = (path for path in (source / "tamis").rglob("*") if path.is_file() and "__pycache__" not in path.parts)
+    assert {str(path.relative_to(source)) for path in files} == {name for name in names if name.startswith("tamis/")}
 
 
 def test_the_installed_package_runs_outside_of_the_tree(installed: Path, tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ from support.model_dirs import write_model
 from tamis import LLM, SamplingParams
 from tamis.engine.build import load_tokenizer
 from tamis.errors import ConfigError, TokenizerError
-from tamis.models import load_config
 from tamis.models.hub import ModelSource, resolve
 
 PROMPTS = ["hello", "a", "what is the capital of france?", "one two three"]
@@ -105,16 +104,6 @@ def test_a_model_that_is_no_name_is_refused(model: Any) -> None:
     assert str(caught.value) == f"model={model!r} is not a name or a path"
     with pytest.raises(ConfigError, match="is not a name or a path"):
         resolve(model)
-
-
-@pytest.mark.parametrize("name", ["index_branch.json", "index_branch.safetensors"])
-def test_an_index_branch_is_not_left_out_in_silence(model_path: str, tmp_path: Path, name: str) -> None:
-    path = Path(shutil.copytree(model_path, tmp_path / "retrofitted"))
-    (path / name).write_text("{}")
-    for refused in (lambda: LLM(str(path)), lambda: load_config(resolve(str(path / "config.json"), weights=False))):
-        with pytest.raises(ConfigError) as caught:
-            refused()
-        assert str(caught.value) == f"{path / name}: an index branch beside a dense model is not supported yet"
 
 
 def test_threads_are_set_when_asked_for(model_path: str) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tamis.cache import cache_dir
 from tamis.config import GenerationDefaults
 from tamis.errors import DownloadError
 from tamis.models import ModelSource, load_generation_defaults
@@ -340,7 +341,9 @@ def test_the_built_in_model_samples_as_its_authors_recommend_and_another_gguf_as
         eos_token_ids = (2,)
 
     monkeypatch.setattr("tamis.models.load_config", lambda _source: Config())
-    path = Path("model.gguf")
+    builtin, other = SMOLLM2_135M.path_in(cache_dir()), Path("model.gguf")
     recommended = GenerationDefaults(temperature=0.2, top_p=0.9)
-    assert load_generation_defaults(ModelSource(SMOLLM2_135M.name, path, "gguf")) == (recommended, (2,))
-    assert load_generation_defaults(ModelSource("model.gguf", path, "gguf")) == (GenerationDefaults(), (2,))
+    for branch in (None, Path("branch")):
+        source = ModelSource("any name", builtin, "gguf", branch)
+        assert load_generation_defaults(source) == (recommended, (2,))
+    assert load_generation_defaults(ModelSource(SMOLLM2_135M.name, other, "gguf")) == (GenerationDefaults(), (2,))

@@ -11,6 +11,7 @@ from support.cli import invoke
 from support.fake_llm import FakeLLM, FakeTokenizer
 from tamis.cli import main
 from tamis.errors import PromptTooLongError, TokenizerError
+from tamis.names import DEFAULT_MODEL
 from tamis.request import SamplingParams, TokenEvent
 
 
@@ -78,7 +79,7 @@ def test_json_is_one_object_with_everything() -> None:
     result = invoke("generate", "--prompt", "hello", "--json", "--logprobs", "1")
     assert result.code == 0
     answer = json.loads(result.out)
-    assert (answer["model"], answer["text"], answer["token_ids"]) == ("smollm2-135m", "Paris né", [0, 1, 2, 3])
+    assert (answer["model"], answer["text"], answer["token_ids"]) == (DEFAULT_MODEL, "Paris né", [0, 1, 2, 3])
     assert answer["finish_reason"] == "stop"
     assert answer["usage"] == {"prompt_tokens": 1, "completion_tokens": 4, "total_tokens": 5}
     assert answer["prefill"] == {"tokens": 3, "seconds": 0.5, "tokens_per_second": 6.0}

@@ -20,7 +20,7 @@ from tamis.kernels.cpu.elements import narrow
 from tamis.kernels.cpu.model import FEW, FEW_QUANTISED, CpuModelOps
 from tamis.kernels.cpu.threads import ThreadTeam
 from tamis.kernels.dense import TorchModelOps
-from tamis.kernels.linear import Gate, Linear
+from tamis.kernels.linear import Gate, HeadGroup, HeadProjection, Linear
 from tamis.kernels.quant import Format
 
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -59,7 +59,11 @@ def test_heads(ops: CpuModelOps, dtype: torch.dtype, form: Format, rows: int) ->
     groups = random_groups()
     linear = random_linear(HIDDEN, sum(group.heads * group.dim for group in groups), dtype, form, bias=rows % 2 == 1)
     x, norm, angles = torch.randn(rows, HIDDEN), random_norm(HIDDEN), torch.randn(rows, 16)
-    args = (x, norm, linear, groups, (angles.cos(), angles.sin()))
+    # A second projection of fewer heads, which turn at another speed.
+    index = random_linear(HIDDEN, 64, dtype, form)
+    ropes = ((angles.cos(), angles.sin()), ((2 * angles).cos(), (2 * angles).sin()))
+    projections = (HeadProjection(linear, tuple(groups)), HeadProjection(index, (HeadGroup(2, 32, None, True),)))
+    args = (x, norm, projections, ropes)
     for got, wanted in zip(ops.heads(*args), TorchModelOps().heads(*args), strict=True):
         assert got.dtype is dtype
         assert got.is_contiguous()

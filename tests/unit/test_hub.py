@@ -8,10 +8,12 @@ import huggingface_hub
 import pytest
 from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
 
+import tamis
 from tamis.cache import cache_dir
 from tamis.errors import DownloadError, ModelNotFoundError
 from tamis.models import hub, load_config, pull, resolve
 from tamis.models.builtin import SMOLLM2_135M, BuiltinModel
+from tamis.names import DEFAULT_MODEL
 
 
 def test_finding_a_model_loads_no_reader() -> None:
@@ -36,8 +38,8 @@ def test_cache_dir_follows_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_
     assert cache_dir() == tmp_path / ".cache" / "tamis"
 
 
-@pytest.mark.parametrize("name", [None, "smollm2-135m"])
-def test_the_builtin_model_is_used_from_the_cache(
+@pytest.mark.parametrize("name", [None, "smollm2-135m", "smollm2-135m-msa"])
+def test_the_builtin_models_are_used_from_the_cache(
     name: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("TAMIS_CACHE", str(tmp_path))
@@ -45,7 +47,9 @@ def test_the_builtin_model_is_used_from_the_cache(
     kept.parent.mkdir()
     with kept.open("wb") as file:
         file.truncate(SMOLLM2_135M.nbytes)
-    assert resolve(name) == hub.ModelSource("smollm2-135m", kept, "gguf")
+    called = name or DEFAULT_MODEL
+    branch = Path(tamis.__file__).parent / "branches" / called if called.endswith("-msa") else None
+    assert resolve(name) == hub.ModelSource(called, kept, "gguf", branch)
 
 
 def test_pull_checks_the_builtin_models_bytes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -58,8 +62,9 @@ def test_pull_checks_the_builtin_models_bytes(monkeypatch: pytest.MonkeyPatch, t
     monkeypatch.setattr(hub, "fetch_builtin", fetch)
     monkeypatch.setenv("TAMIS_CACHE", str(tmp_path))
     assert pull() == tmp_path / SMOLLM2_135M.file_name
+    assert pull("smollm2-135m-msa") == pull("smollm2-135m") == pull()
     assert resolve(None).path == tmp_path / SMOLLM2_135M.file_name
-    assert asked == [True, False]
+    assert asked == [True, True, True, True, False]
 
 
 def test_the_shipped_configuration_needs_no_download() -> None:
@@ -125,7 +130,7 @@ def test_an_unknown_name_lists_the_builtin_ones(name: str) -> None:
         resolve(name)
     if len(name) < 5000:
         assert repr(name) in str(caught.value)
-        assert "smollm2-135m, minimax-m3" in str(caught.value)
+        assert "smollm2-135m-msa, smollm2-135m, minimax-m3" in str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["a\0b", "~nobody-of-this-name/x"])

@@ -12,7 +12,7 @@ import tamis
 ROOT = Path(tamis.__file__).parent
 LEVELS = {"cli": 6, "": 5, "server": 5, "retrofit": 5, "integrations": 5, "engine": 4, "models": 3, "kv": 2,
           "kernels": 1, "request": 0, "config": 0, "metrics": 0, "errors": 0, "progress": 0, "units": 0,
-          "cache": 0}  # fmt: skip
+          "cache": 0, "names": 0}  # fmt: skip
 """The layers of CONTRIBUTING.md, top to bottom. "" is the package's own file with the public names."""
 FILES = sorted(path.relative_to(ROOT) for path in ROOT.rglob("*.py") if path != ROOT / "__init__.py")
 

@@ -218,8 +218,8 @@ def test_a_budget_below_one_page_names_both_numbers() -> None:
         kv_budget(EngineConfig(), layout, 1000, available=1000)
 
 
-@pytest.mark.parametrize(("block", "page"), [(128, 32), (48, 16), (4, 4), (6, 2), (7, 1)])
-def test_the_default_page_size_divides_the_block(block: int, page: int) -> None:
+@pytest.mark.parametrize(("block", "page"), [(128, 32), (48, 16), (16, 32), (4, 32), (6, 2), (7, 1)])
+def test_the_default_page_size_divides_the_block_or_holds_several(block: int, page: int) -> None:
     assert resolve(EngineConfig(), sparse_config(block)).page_size == page
 
 
@@ -230,8 +230,10 @@ def test_a_dense_model_takes_any_page_size() -> None:
 
 def test_a_page_size_that_does_not_divide_the_block_is_refused() -> None:
     """A13, last part."""
-    with pytest.raises(PageSizeError, match="page_size=3 does not divide the sparse block_size=4"):
-        resolve(EngineConfig(page_size=3), sparse_config(4))
+    for page_size in (3, 6):
+        with pytest.raises(PageSizeError, match=f"page_size={page_size} does not divide the sparse block_size=4"):
+            resolve(EngineConfig(page_size=page_size), sparse_config(4))
+    assert resolve(EngineConfig(page_size=12), sparse_config(4)).page_size == 12  # three whole blocks
 
 
 @pytest.mark.parametrize(

@@ -14,12 +14,14 @@ from tamis.cli import CommonOptions
 from tamis.cli.bench import bench
 from tamis.cli.chat import chat
 from tamis.cli.commands import Command, Group
+from tamis.cli.eval import evaluate
 from tamis.cli.generate import generate
 from tamis.cli.inspect import inspect
 from tamis.cli.kv import kv
 from tamis.cli.options import Debug
 from tamis.cli.plan import plan
 from tamis.cli.pull import pull
+from tamis.cli.retrofit import retrofit
 from tamis.cli.serve import serve
 
 app = typer.Typer(
@@ -29,8 +31,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (generate, chat, serve, bench, inspect, plan, pull):
+for command in (generate, chat, serve, bench, inspect, plan, pull, retrofit):
     app.command(cls=Command)(command)
+app.command(name="eval", cls=Command)(evaluate)
 app.add_typer(kv, name="kv")
 
 

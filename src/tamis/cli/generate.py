@@ -34,6 +34,7 @@ from tamis.cli.output import print_json
 from tamis.cli.prompt import read_prompt
 from tamis.cli.reply import Reply, closing_lines, figures
 from tamis.errors import RequestError, TokenizerError
+from tamis.names import DEFAULT_MODEL
 from tamis.request import FinishReason, SamplingParams
 
 if TYPE_CHECKING:
@@ -85,7 +86,7 @@ def generate(
         reply.follow(events, show=_ignore if as_json else local.write)
         facts = figures(reply, llm.stats, llm.layout.bytes_per_page)
         if as_json:
-            print_json({"model": model or "smollm2-135m", "text": reply.text, **_tokens(llm, reply), **facts})
+            print_json({"model": model or DEFAULT_MODEL, "text": reply.text, **_tokens(llm, reply), **facts})
         elif not reply.text.endswith("\n"):
             local.write("\n")
         if not quiet:

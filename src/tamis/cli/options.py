@@ -5,6 +5,8 @@ from typing import Annotated, Any
 
 import typer
 
+from tamis.names import DEFAULT_MODEL, DENSE_MODEL, SHIPPED_CONFIG, SPARSE_MODEL
+
 
 def _set_debug(context: typer.Context, wanted: bool) -> bool:
     if wanted and not context.obj.debug:
@@ -22,7 +24,7 @@ def _flag(names: str, text: str, **more: Any) -> Any:
     return typer.Option(*names.split(), help=text, **more)
 
 
-_BUILT_IN = "Default: smollm2-135m."
+_BUILT_IN = f"Default: {DEFAULT_MODEL}."
 
 # Every command
 Model = Annotated[
@@ -33,8 +35,8 @@ ModelOrConfig = Annotated[
     str | None,
     typer.Argument(
         metavar="MODEL",
-        help="A built-in name (smollm2-135m, minimax-m3), a directory, a config.json, a .gguf file or a hub name. "
-        + _BUILT_IN,
+        help=f"A built-in name ({SPARSE_MODEL}, {DENSE_MODEL}, {SHIPPED_CONFIG}), a directory, a config.json, a .gguf "
+        f"file or a hub name. {_BUILT_IN}",
     ),
 ]
 Debug = Annotated[bool, _flag("--debug", "Show tracebacks and logs.", callback=_set_debug, is_eager=True)]

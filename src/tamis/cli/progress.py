@@ -19,14 +19,14 @@ from rich.progress import (
 from rich.progress import Progress as RichProgress
 from rich.text import Text
 
-from tamis.progress import NoProgress, Progress, Unit
+from tamis.progress import NoProgress, NotedProgress, Unit
 from tamis.units import format_size
 
 LINE_AFTER_S = 2.0
 """Seconds that a task may take in silence where there is no bar."""
 
 
-def make_progress(*, quiet: bool = False) -> Progress:
+def make_progress(*, quiet: bool = False) -> NotedProgress:
     """Bars where standard error is a terminal that can draw them, elsewhere lines; nothing where `quiet`."""
     silent = quiet or sys.stderr is None
     # rich would let FORCE_COLOR overrule what standard error is.
@@ -55,16 +55,22 @@ class ProgressBars:
         }  # fmt: skip
         self._bars = RichProgress(
             TextColumn("{task.description}"), BarColumn(), *amounts[unit], TimeRemainingColumn(),
+            TextColumn("{task.fields[note]}"),
             console=self._console, transient=True,
             redirect_stdout=False, redirect_stderr=False,
         )  # fmt: skip
-        self._task = self._bars.add_task(task, total=total)
+        self._task = self._bars.add_task(task, total=total, note="")
         self._bars.start()
 
     def advance(self, amount: int) -> None:
         """Move the bar by `amount` units."""
         if self._bars is not None:
             self._bars.advance(self._task, amount)
+
+    def note(self, text: str) -> None:
+        """Show `text` behind the bar."""
+        if self._bars is not None:
+            self._bars.update(self._task, note=text)
 
     def finish(self) -> None:
         """Take the bar down."""
@@ -90,6 +96,9 @@ class ProgressLines:
 
     def advance(self, amount: int) -> None:
         """Nothing: a file is no place for a bar."""
+
+    def note(self, text: str) -> None:
+        """Nothing either."""
 
     def finish(self) -> None:
         """A line that has not come yet will not."""

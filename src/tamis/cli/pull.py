@@ -1,6 +1,7 @@
 """`tamis pull`: fetch a model ahead of time."""
 
 from tamis.cli.options import AsJson, Debug, Model, Quiet
+from tamis.names import DEFAULT_MODEL
 
 
 def pull(model: Model = None, as_json: AsJson = False, quiet: Quiet = False, _debug: Debug = False) -> None:
@@ -11,6 +12,6 @@ def pull(model: Model = None, as_json: AsJson = False, quiet: Quiet = False, _de
 
     path = fetch(model, make_progress(quiet=quiet))
     if as_json:
-        print_json({"model": model or "smollm2-135m", "path": str(path)})
+        print_json({"model": model or DEFAULT_MODEL, "path": str(path)})
     else:
         print(path)

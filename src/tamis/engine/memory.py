@@ -91,12 +91,14 @@ def _number(path: Path) -> int | None:
 
 
 def resolve_page_size(page_size: int | None, config: ModelConfig) -> int:
-    """The page size to use: gcd(32, block_size) where none is given, 32 for a dense model.
+    """The page size to use: where none is given, 32, or gcd(32, block_size) where neither divides the other.
 
-    Raises PageSizeError where the given one does not divide the sparse block size.
+    Pages of several small blocks are read as fast as those of a dense model; pages of their size would not be.
+    Raises PageSizeError where the given one neither divides the sparse block size nor is a multiple of it.
     """
     if page_size is None:
-        return DEFAULT_PAGE_SIZE if config.sparse is None else math.gcd(DEFAULT_PAGE_SIZE, config.sparse.block_size)
+        block = DEFAULT_PAGE_SIZE if config.sparse is None else config.sparse.block_size
+        return math.gcd(DEFAULT_PAGE_SIZE, block) if DEFAULT_PAGE_SIZE % block else DEFAULT_PAGE_SIZE
     if config.sparse is not None:
         config.sparse.check_page_size(page_size)
     return page_size

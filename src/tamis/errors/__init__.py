@@ -12,6 +12,7 @@ TamisError
 │   ├── UnexpectedTensorError
 │   ├── TensorShapeError
 │   ├── TensorDtypeError
+│   ├── BaseMismatchError                  an index branch that was made for other weights
 │   └── CorruptFileError                    truncated, or counts and offsets that lie
 ├── TokenizerError (ValueError)             tokenizer or chat template missing, unknown or failing
 ├── RequestError (ValueError)               a request that cannot be run, refused before any work
@@ -93,6 +94,10 @@ class UnexpectedTensorError(WeightError):
 
 class TensorShapeError(WeightError):
     """A tensor's shape differs from what the configuration calls for."""
+
+
+class BaseMismatchError(WeightError):
+    """An index branch was made for other weights than those beside it."""
 
 
 class TensorDtypeError(WeightError):

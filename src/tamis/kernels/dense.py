@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tamis.kernels.linear import ExpertWeights, Gate, GatedWeights, HeadGroup, Linear, Norm, Rope
+from tamis.kernels.linear import ExpertWeights, Gate, GatedWeights, HeadGroup, HeadProjection, Linear, Norm, Rope, Ropes
 from tamis.kernels.quant import Matrix
 
 TILE_BYTES = 1 << 21
@@ -22,11 +22,16 @@ class TorchModelOps:
         """See `ModelOps.embed`."""
         return table.weight[token_ids].dense(torch.float32)
 
-    def heads(self, x: Tensor, norm: Norm, linear: Linear, groups: Sequence[HeadGroup], rope: Rope) -> list[Tensor]:
+    def heads(self, x: Tensor, norm: Norm, projections: Sequence[HeadProjection], ropes: Ropes) -> list[Tensor]:
         """See `ModelOps.heads`."""
-        projected = project(rms_norm(x, norm).to(linear.dtype), linear)
-        parts = torch.split(projected, [group.heads * group.dim for group in groups], dim=-1)
-        return [_finish(part, group, rope) for part, group in zip(parts, groups, strict=True)]
+        normed = rms_norm(x, norm)
+        found: list[Tensor] = []
+        for (linear, groups), rope in zip(projections, ropes, strict=False):
+            parts = torch.split(
+                project(normed.to(linear.dtype), linear), [group.heads * group.dim for group in groups], dim=-1
+            )
+            found += [_finish(part, group, rope) for part, group in zip(parts, groups, strict=True)]
+        return found
 
     def add_projection(self, x: Tensor, y: Tensor, linear: Linear) -> None:
         """See `ModelOps.add_projection`."""

@@ -9,7 +9,7 @@ in place; what goes into and comes out of a projection is in the model's dtype, 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -68,6 +68,13 @@ class HeadGroup:
     rotates: bool = False
 
 
+class HeadProjection(NamedTuple):
+    """A projection and the heads it gives."""
+
+    linear: Linear
+    groups: tuple[HeadGroup, ...]
+
+
 @dataclass(frozen=True)
 class Gate:
     """How gate and up become one: silu(gate) * up, or clamped (up + 1) * gate * sigmoid(alpha * gate) (facts.md 3)."""
@@ -106,9 +113,9 @@ class LayerWeights:
     """A whole decoder layer, for backends that run one in a piece."""
 
     norm: Norm
-    qkv: Linear
-    groups: tuple[HeadGroup, ...]
-    """q, k, v; in sparse layers index q and index k; in K+V layers index v."""
+    heads: tuple[HeadProjection, ...]
+    """q, k, v; in sparse layers index q and index k; in K+V layers index v: from one projection, or the index heads
+    from another one."""
     o: Linear
     mlp_norm: Norm
     mlp: GatedWeights | ExpertWeights
@@ -133,6 +140,8 @@ class LayerWeights:
 
 Rope = tuple[Tensor, Tensor]
 """cos and sin of the step's positions, fp32 [T, rotary_dim / 2]."""
+Ropes = tuple[Rope, Rope]
+"""Of the first projection of a layer's heads, and of a second one, where the index heads have their own."""
 
 
 class ModelOps(Protocol):
@@ -143,10 +152,10 @@ class ModelOps(Protocol):
     def embed(self, table: Linear, token_ids: Tensor) -> Tensor:
         """Rows of an embedding table: int64 [T] -> fp32 [T, C]."""
 
-    def heads(self, x: Tensor, norm: Norm, linear: Linear, groups: Sequence[HeadGroup], rope: Rope) -> list[Tensor]:
+    def heads(self, x: Tensor, norm: Norm, projections: Sequence[HeadProjection], ropes: Ropes) -> list[Tensor]:
         """Project norm(x) and finish each head: its norm, then its rotation (channel i with i + rotary_dim / 2).
 
-        Returns [T, heads, dim] for each group, contiguous. The next call may overwrite them.
+        Returns [T, heads, dim] for each group of each projection, contiguous. The next call may overwrite them.
         """
 
     def add_projection(self, x: Tensor, y: Tensor, linear: Linear) -> None:
@@ -170,7 +179,7 @@ class LayerRunner(Protocol):
     """Runs whole decoder layers in a piece, where it can."""
 
     def run(
-        self, weights: Sequence[LayerWeights], x: Tensor, rope: Rope, open_layer: Callable[[int], LayerPlanes],
+        self, weights: Sequence[LayerWeights], x: Tensor, ropes: Ropes, open_layer: Callable[[int], LayerPlanes],
         batch: AttentionBatch,
     ) -> int:  # fmt: skip
         """x fp32 [T, C] += the first so many of these layers, K and V written to their planes; how many were taken.

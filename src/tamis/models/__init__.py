@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING
 
+from tamis.cache import cache_dir
 from tamis.config import GenerationDefaults, ModelConfig
 from tamis.errors import ConfigError
 from tamis.models.builtin import SMOLLM2_135M
@@ -23,9 +24,22 @@ __all__ = [
 def load_config(source: ModelSource) -> ModelConfig:
     """The model that `source` describes.
 
-    Raises ConfigError (or one of its kinds) for what tamis cannot run, CorruptFileError for a broken GGUF.
+    Raises ConfigError (or one of its kinds) for what tamis cannot run or an index branch that does not suit its base,
+    CorruptFileError for a broken GGUF.
     """
-    _refuse_index_branch(source)
+    config = _load_base_config(source)
+    if source.branch is None:
+        return config
+    from tamis.models.index_branch import BRANCH_FILE, read_index_branch
+
+    branch = read_index_branch(source.branch)
+    try:
+        return branch.apply(config)
+    except ConfigError as error:
+        raise type(error)(f"{source.branch / BRANCH_FILE}: {error}") from None
+
+
+def _load_base_config(source: ModelSource) -> ModelConfig:
     if source.kind == "gguf":
         from tamis.models.gguf_config import read_gguf_config
         from tamis.models.gguf_file import GGUFFile
@@ -37,14 +51,6 @@ def load_config(source: ModelSource) -> ModelConfig:
     return read_hf_config(source.path / "config.json" if source.kind == "directory" else source.path)
 
 
-def _refuse_index_branch(source: ModelSource) -> None:
-    """An index branch changes what a dense model computes: it is not left out in silence."""
-    directory = source.path if source.kind == "directory" else source.path.parent
-    for name in ("index_branch.json", "index_branch.safetensors") if source.kind != "gguf" else ():
-        if (directory / name).exists():
-            raise ConfigError(f"{directory / name}: an index branch beside a dense model is not supported yet")
-
-
 def load_generation_defaults(source: ModelSource) -> tuple[GenerationDefaults, tuple[int, ...]]:
     """Sampling defaults and end ids: of generation_config.json where there is one, else the end ids of the config.
 
@@ -53,7 +59,8 @@ def load_generation_defaults(source: ModelSource) -> tuple[GenerationDefaults, t
     from tamis.models.hf_config import read_generation_config
 
     if source.kind == "gguf":
-        defaults = SMOLLM2_135M.defaults if source.name == SMOLLM2_135M.name else GenerationDefaults()
+        builtin = source.path == SMOLLM2_135M.path_in(cache_dir())  # with an index branch or without
+        defaults = SMOLLM2_135M.defaults if builtin else GenerationDefaults()
         return defaults, load_config(source).eos_token_ids
     directory = source.path if source.kind == "directory" else source.path.parent
     defaults, end_ids = read_generation_config(directory)

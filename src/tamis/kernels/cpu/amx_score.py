@@ -1,7 +1,8 @@
 """Block scores (the largest logit of each block) on matrix tiles: no score of a single token leaves the cache.
 
-A work item is a range of query tokens of one sequence, all index heads, and GROUP blocks. Its rows' results lie block
-by block until the end, and are then written as GROUP neighbours of a row.
+A work item is a range of query tokens of one sequence, all index heads, and some groups of GROUP blocks. The results of
+a group lie block by block until its end, and are then written as GROUP neighbours of a row. Of small blocks several
+make a chunk, and are told apart only when their largest logits are looked for.
 """
 
 from typing import NamedTuple
@@ -36,7 +37,9 @@ from tamis.kernels.cpu.threads import share, take_ticket
 ) = places(*[1] * 5, 3, 2, 2, 2, 3, 3, 4, 3)  # fmt: skip
 
 GROUP = 16
-"""Blocks of an item: as many as a vector has scores."""
+"""Blocks that are written together: as many as a vector has scores."""
+SPAN = 1024
+"""Tokens of context that an item covers at least: with small blocks a group alone would not be worth a ticket."""
 NEG_INF = np.float32(-np.inf)
 
 
@@ -105,7 +108,7 @@ def _write_scores(found, stride, rows, token, heads, block, scale, turned, score
 
 @njit(nogil=True)
 def score_items(tickets, frame, index_q, index_k, pages, block_size, scale, out):  # type: ignore[no-untyped-def]
-    """Items int32 [n, 3] (sequence, first token, tokens), each times the groups of blocks of `scores`.
+    """Items int32 [n, 3] (sequence, first token, tokens), each times the groups of blocks of `scores`, some at a time.
 
     `frame` as `prefill.plan_scores` writes it; index_q, index_k and out are the addresses of queries [T, Hi, dim], of
     the plane (`pages` of them) and of scores float32 [Hi, T, NB].
@@ -120,6 +123,9 @@ def score_items(tickets, frame, index_q, index_k, pages, block_size, scale, out)
     room = ScoreRoom(view2(frame, _BYTES, np.uint8), view3(frame, _LIMITS, np.int32), view2(frame, _TILES, np.int64))
     row = dim * 2
     groups = (scores.shape[2] + GROUP - 1) // GROUP
+    together = max(1, SPAN // (GROUP * block_size))
+    shares = (groups + together - 1) // together
+    most = CHUNK if block_size >= CHUNK else min(CHUNK // block_size, GROUP) * block_size
     thread = take_ticket(tickets, 7)
     limits, tiles = room.limits[thread], room.tiles[thread].ctypes.data
     ahead = tiles + TABLE
@@ -137,7 +143,7 @@ def score_items(tickets, frame, index_q, index_k, pages, block_size, scale, out)
     amx.configure(config.ctypes.data)
     while True:
         ticket = take_ticket(tickets, 0)
-        item, first_block = ticket // groups, ticket % groups * GROUP
+        item, group = ticket // shares, ticket % shares * together
         if item >= items.shape[0]:
             break
         seq, token, rows = items[item, 0], items[item, 1], items[item, 2] * heads
@@ -146,33 +152,38 @@ def score_items(tickets, frame, index_q, index_k, pages, block_size, scale, out)
             _load_rows(q, token, rows, gathered, queries)
             before = item
             low = simd.peek32(limits.ctypes.data + limits.shape[1] * 4)
-        for at in range(0, GROUP * stride, LINE):
-            simd.store(found + at, simd.splat(NEG_INF))
         table = page_table[seq].ctypes.data
-        end = min((first_block + GROUP) * block_size, last + 1)
-        start = first_block * block_size
         ready = -1
-        while start < end:
-            block = start // block_size
-            count = min(CHUNK, (block + 1) * block_size - start, end - start)
-            following = start + count
-            here = found + (block - first_block) * stride
-            if rows <= ROWS and count == CHUNK and following + CHUNK <= end and block_size % CHUNK == 0:
+        until = min((group + together) * GROUP * block_size, last + 1)
+        for first_block in range(group * GROUP, min(group + together, groups) * GROUP, GROUP):
+            for at in range(0, GROUP * stride, LINE):
+                simd.store(found + at, simd.splat(NEG_INF))
+            end = min((first_block + GROUP) * block_size, last + 1)
+            start = first_block * block_size
+            while start < end:
+                block = start // block_size
+                count = min(most, end - start)
+                if block_size > CHUNK:
+                    count = min(count, (block + 1) * block_size - start)
+                following = start + count
+                here = found + (block - first_block) * stride
                 if ready != start:
                     find_tiles(keys, table, 0, start, count, copies, tiles)
-                find_tiles(keys, table, 0, following, CHUNK, others, ahead)
-                chunk_logits(queries, tiles, row, logits, ahead, spare)
-                if low < start + count - 1:
-                    hide_tokens(logits, count, start, limits.ctypes.data)
-                largest(logits, count, here)
-                tiles, ahead, copies, others, ready = ahead, tiles, others, copies, following
-            else:
-                if ready != start:
-                    find_tiles(keys, table, 0, start, count, copies, tiles)
-                touch_tiles(tiles, count, row, spare)
-                _score_chunk(tiles, start, count, rows, row, limits.ctypes.data, limits.shape[1], queries, logits, here)
-            start = following
-        _write_scores(found, stride, rows, token, heads, first_block, scale, turned, scores)
+                if rows <= ROWS and count == CHUNK and following + CHUNK <= until:
+                    find_tiles(keys, table, 0, following, CHUNK, others, ahead)
+                    chunk_logits(queries, tiles, row, logits, ahead, spare)
+                    if low < start + count - 1:
+                        hide_tokens(logits, count, start, limits.ctypes.data)
+                    _largest_of_blocks(logits, count, block_size, stride, here)
+                    tiles, ahead, copies, others, ready = ahead, tiles, others, copies, following
+                else:
+                    touch_tiles(tiles, count, row, spare)
+                    _score_chunk(
+                        tiles, start, count, rows, row, limits.ctypes.data, limits.shape[1], queries, logits,
+                        block_size, stride, here,
+                    )  # fmt: skip
+                start = following
+            _write_scores(found, stride, rows, token, heads, first_block, scale, turned, scores)
     amx.release()
 
 
@@ -202,8 +213,17 @@ def launch_pick_blocks(box, *args):  # type: ignore[no-untyped-def]
 
 
 @njit
-def _score_chunk(tiles, start, count, rows, row, limits, apart, queries, logits, found):  # type: ignore[no-untyped-def]
-    """Raise found [rows] to the largest logit of the chunk's tokens that each row sees; `apart`: rows in `limits`."""
+def _largest_of_blocks(logits, count, block_size, stride, found):  # type: ignore[no-untyped-def]
+    """Raise the results of a chunk's blocks, `stride` bytes apart, to the largest logits of their `count` tokens."""
+    for first in range(0, count, block_size):
+        largest(logits + first * LINE, min(block_size, count - first), found + first // block_size * stride)
+
+
+@njit
+def _score_chunk(  # type: ignore[no-untyped-def]
+    tiles, start, count, rows, row, limits, apart, queries, logits, block_size, stride, found
+):
+    """Raise found, [rows] for each block, to the largest logits that each row sees; `apart`: rows in `limits`."""
     for first in range(0, rows, ROWS):
         low = simd.peek32(limits + (apart + first // ROWS) * 4)
         high = simd.peek32(limits + (2 * apart + first // ROWS) * 4)
@@ -213,4 +233,4 @@ def _score_chunk(tiles, start, count, rows, row, limits, apart, queries, logits,
         tile_logits(queries + first * row, tiles, seen, row, logits)
         if low < start + seen - 1:
             hide_tokens(logits, seen, start, limits + first * 4)
-        largest(logits, seen, found + first * 4)
+        _largest_of_blocks(logits, seen, block_size, stride, found + first * 4)

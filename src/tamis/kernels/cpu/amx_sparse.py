@@ -2,12 +2,15 @@
 
 Inside a work item the picks are turned round: for each block, the query tokens that picked it (a counting sort). Their
 rows are gathered sixteen at a time, whatever tokens they belong to.
+
+A single token of a sequence, as in decoding, has nothing to share with others: its small blocks are copied together to
+chunks, so that tiles are full.
 """
 
 import numpy as np
 from numba import njit
 
-from tamis.kernels.cpu import amx
+from tamis.kernels.cpu import amx, simd
 from tamis.kernels.cpu.amx_attention import (
     attend_rows,
     attend_scattered,
@@ -22,7 +25,16 @@ from tamis.kernels.cpu.amx_attention import (
 )
 from tamis.kernels.cpu.amx_room import open_operands, open_room, open_work, room_places, slot_of, state_places
 from tamis.kernels.cpu.amx_score import pick_blocks
-from tamis.kernels.cpu.amx_tiles import CHUNK, ROWS, pack_queries, plane_place
+from tamis.kernels.cpu.amx_tiles import (
+    CHUNK,
+    ROWS,
+    TABLE,
+    copy_row,
+    pack_queries,
+    pack_values,
+    plane_place,
+    token_address,
+)
 from tamis.kernels.cpu.frames import borrow
 from tamis.kernels.cpu.threads import share, take_ticket
 
@@ -119,6 +131,50 @@ def _attend_block(ops, seq, head, block, block_size, following, entries, scale, 
                 spoil(ops, seq, head, start, count, marks, used, state.sums[slot])
 
 
+@njit
+def _gather_blocks(plane, pages, head, ends, block, left, block_size, limit, target):  # type: ignore[no-untyped-def]
+    """Copy to `target` what is visible of the next picked blocks after `block`, as many as a chunk has room for.
+
+    `left`: picked blocks there are; `limit`: the last token that is visible. Returns the last block, how many are left,
+    tokens.
+    """
+    page_size, row = plane[2], plane[3]
+    count = 0
+    while left > 0 and count + block_size <= CHUNK:
+        block = _next_block(ends, block, ends.shape[0])
+        start, stop = block * block_size, min((block + 1) * block_size, limit + 1)
+        while start < stop:
+            run = min(page_size - start % page_size, stop - start)
+            copy_row(token_address(plane, pages, head, start), target + count * row, run * row)
+            count += run
+            start += run
+        left -= 1
+    return block, left, count
+
+
+@njit
+def _attend_gathered(ops, seq, head, ends, block, left, block_size, scale, room, thread, place, state, slot):  # type: ignore[no-untyped-def]
+    """Let the only token of a range, whose queries are packed, see the next `left` picked blocks after `block`."""
+    row, rows = ops.k.shape[3] * 2, ops.q.shape[1] // ops.k.shape[1]
+    limits, tables = room.limits[thread], room.tiles[thread].ctypes.data
+    keys, values, pages = plane_place(ops.k), plane_place(ops.v), ops.page_table[seq].ctypes.data
+    peaks, totals, sums = state_places(state, slot)
+    for tile in range(CHUNK // ROWS):
+        simd.poke(tables + tile * 8, place[5] + tile * ROWS * row)
+        simd.poke(tables + TABLE + tile * 8, place[6] + tile * ROWS * row)
+    limit = np.int64(limits[0, 0])
+    while left > 0:
+        _gather_blocks(keys, pages, head, ends, block, left, block_size, limit, place[5])
+        block, left, count = _gather_blocks(values, pages, head, ends, block, left, block_size, limit, place[6])
+        pack_values(tables + TABLE, count, row, place[7], place[4])
+        for first in range(0, rows, ROWS):
+            # All that was gathered is visible: it is as good as the first tokens of the sequence.
+            attend_rows(
+                place, place[10] + first * row, limits.ctypes.data, limits.shape[1], peaks, totals, sums, tables, 0,
+                count, first, min(ROWS, rows - first), scale, row, 0,
+            )  # fmt: skip
+
+
 @njit(nogil=True)
 def sparse_items(  # type: ignore[no-untyped-def]
     tickets, frame, q, k, v, pages, sinks, out, lse, scale, v_scale, picked, index_heads, topk, block_size
@@ -145,17 +201,27 @@ def sparse_items(  # type: ignore[no-untyped-def]
             break
         seq, token, tokens, part, parts = items[item, 0], items[item, 1], items[item, 2], items[item, 3], items[item, 4]
         slot, base = slot_of(items, item, head, heads, room.bytes.shape[0], thread)
-        packed = group % ROWS == 0
+        gathers = tokens == 1 and block_size < CHUNK
+        packed = group % ROWS == 0 or gathers
         last = begin_range(ops, seq, token, tokens, head, packed, room, thread, place, state, slot)
         room.marks[thread, 2, 0] = token
         blocks = last // block_size + 1
         ends, stamps = room.lists[thread, :blocks], room.lists[thread, blocks : 2 * blocks]
         entries = room.lists[thread, 2 * blocks :]
         found = _sort_picks(picks, token, tokens, head, share, limits, group, block_size, blocks, ends, stamps, entries)
+        start, stop = found * part // parts, found * (part + 1) // parts
+        if gathers:
+            block = -1
+            for _ in range(start):
+                block = _next_block(ends, block, blocks)
+            _attend_gathered(
+                ops, seq, head, ends, block, stop - start, block_size, scale, room, thread, place, state, slot
+            )
+            stop = 0
         block = _next_block(ends, -1, blocks)
-        for number in range(found * (part + 1) // parts):
+        for number in range(stop):
             following = _next_block(ends, block, blocks)
-            if number >= found * part // parts:
+            if number >= start:
                 chosen = entries[ends[block - 1] if block else 0 : ends[block]]
                 after = following if following < blocks else -1
                 _attend_block(ops, seq, head, block, block_size, after, chosen, scale, room, thread, place, state, slot)

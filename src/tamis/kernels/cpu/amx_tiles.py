@@ -38,7 +38,8 @@ def plane_place(plane):  # type: ignore[no-untyped-def]
 
 
 @njit
-def _token_address(plane, pages, head, token):  # type: ignore[no-untyped-def]
+def token_address(plane, pages, head, token):  # type: ignore[no-untyped-def]
+    """Where a token's row of a plane is; `pages` as for `find_tiles`."""
     base, heads, page_size, row = plane
     return base + ((simd.peek32(pages + token // page_size * 4) * heads + head) * page_size + token % page_size) * row
 
@@ -53,10 +54,10 @@ def find_tiles(plane, pages, head, start, count, copies, addresses):  # type: ig
     for first in range(0, count, ROWS):
         place = copies + first * row
         if (start + first) % page_size + ROWS <= page_size:
-            place = _token_address(plane, pages, head, start + first)
+            place = token_address(plane, pages, head, start + first)
         else:
             for token in range(first, min(first + ROWS, count)):
-                copy_row(_token_address(plane, pages, head, start + token), copies + token * row, row)
+                copy_row(token_address(plane, pages, head, start + token), copies + token * row, row)
         simd.poke(addresses + first // ROWS * 8, place)
 
 
@@ -66,7 +67,7 @@ def find_ahead(plane, pages, head, start, count, spare, addresses):  # type: ign
     for first in range(0, CHUNK, ROWS):
         place = spare
         if first < count and (start + first) % plane[2] + ROWS <= plane[2]:
-            place = _token_address(plane, pages, head, start + first)
+            place = token_address(plane, pages, head, start + first)
         simd.poke(addresses + first // ROWS * 8, place)
 
 

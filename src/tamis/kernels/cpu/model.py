@@ -15,7 +15,7 @@ from tamis.kernels.cpu.lowfloat import as_array
 from tamis.kernels.cpu.scratch import Scratch
 from tamis.kernels.cpu.threads import ThreadTeam
 from tamis.kernels.dense import TorchModelOps, route
-from tamis.kernels.linear import ExpertWeights, Gate, GatedWeights, HeadGroup, Linear, Norm, Rope
+from tamis.kernels.linear import ExpertWeights, Gate, GatedWeights, HeadGroup, HeadProjection, Linear, Norm, Rope, Ropes
 from tamis.kernels.quant import GROUP
 
 logger = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ class Weights(NamedTuple):
         return max(ROWS, self.chunk // (2 * ROWS) * ROWS)
 
 
-class _Heads(NamedTuple):
+class Heads(NamedTuple):
     """What finishing the heads of a projection takes: see `matvec.put_head`."""
 
     table: NDArray[Any]
@@ -76,21 +76,29 @@ class CpuModelOps:
         self._scratch = Scratch()
         self._torch = TorchModelOps()
         self._weights: dict[Linear, Weights | None] = {}
-        self._head_tables: dict[Linear, _Heads] = {}
+        self._head_tables: dict[Linear, Heads] = {}
 
     def embed(self, table: Linear, token_ids: Tensor) -> Tensor:
         """See `ModelOps.embed`."""
         return self._torch.embed(table, token_ids)
 
-    def heads(self, x: Tensor, norm: Norm, linear: Linear, groups: Sequence[HeadGroup], rope: Rope) -> list[Tensor]:
+    def heads(self, x: Tensor, norm: Norm, projections: Sequence[HeadProjection], ropes: Ropes) -> list[Tensor]:
         """See `ModelOps.heads`."""
+        found: list[Tensor] = []
+        for place, (projection, rope) in enumerate(zip(projections, ropes, strict=False)):
+            found += self._heads(x, norm, projection, rope, f"heads {place}")
+        return found
+
+    def _heads(self, x: Tensor, norm: Norm, projection: HeadProjection, rope: Rope, name: str) -> list[Tensor]:
+        """The heads of one projection, in the reused buffer `name`."""
+        linear, groups = projection
         weights = self.take(linear)
         if weights is None:
-            return self._torch.heads(x, norm, linear, groups, rope)
+            return self._torch.heads(x, norm, [projection], (rope, rope))
         heads = self.tabulate(linear, groups)
         cos, sin = (table.numpy() for table in rope)
         tokens = len(x)
-        flat = self._buffer("heads", (tokens * linear.shape[-2],), linear.dtype)
+        flat = self._buffer(name, (tokens * linear.shape[-2],), linear.dtype)
         finish = (heads.table, heads.norms, heads.eps, cos, sin, as_array(flat))
         if tokens <= weights.few:
             room = self._room(tokens, linear.shape[-1], tokens * int(heads.table[:, 1].max()))
@@ -276,7 +284,7 @@ class CpuModelOps:
                 logger.info("a projection of %s is left to torch: its rows do not divide by 4 and 32", linear.shape)
         return self._weights[linear]
 
-    def tabulate(self, linear: Linear, groups: Sequence[HeadGroup]) -> _Heads:
+    def tabulate(self, linear: Linear, groups: Sequence[HeadGroup]) -> Heads:
         """What finishing a projection's heads takes; made once."""
         if linear in self._head_tables:
             return self._head_tables[linear]
@@ -294,7 +302,7 @@ class CpuModelOps:
         eps = {group.norm.eps for group in groups if group.norm is not None} or {0.0}
         assert len(eps) == 1, "heads of one projection have one eps"
         table = np.array(rows, np.int64)
-        heads = _Heads(table, np.concatenate(norms), np.float32(eps.pop()), tuple(groups))
+        heads = Heads(table, np.concatenate(norms), np.float32(eps.pop()), tuple(groups))
         self._head_tables[linear] = heads
         return heads
 

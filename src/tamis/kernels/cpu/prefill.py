@@ -217,7 +217,7 @@ def plan_items(query_start, seq_lens, span, heads, target, most, items):  # type
     the longest contexts first. `most`: tokens of context a query reads at most; `target`: items wanted, KV heads
     counted. Returns how many items there are (if more than n, only n are written), cut parts, ranges.
     """
-    grain = 8 * CHUNK
+    grain = 2 * CHUNK
     total = 0.0
     for seq in range(seq_lens.shape[0]):
         total += float(query_start[seq + 1] - query_start[seq]) * min(seq_lens[seq], most)

@@ -102,16 +102,54 @@ def _merge(logits, rows, heads, token, first, start, count, block, use_lse, scor
         scores[h, t, block] = peak + np.float32(np.log(total))
 
 
+@njit
+def _keep_best(best, ids, order, count, room):  # type: ignore[no-untyped-def]
+    """Keep the `room` best of `count` candidates, in their order and of equal ones the first; returns the least score.
+
+    The score that is just good enough is found by halving the range of the scores' bits, which sort as scores do once
+    those of negative ones are turned round: a few passes over numbers in a row, whatever `room` is.
+    """
+    bits = best.view(np.int32)
+    low, high = np.int64(np.iinfo(np.int32).max), np.int64(np.iinfo(np.int32).min)
+    for i in range(count):
+        order[i] = bits[i] ^ ((bits[i] >> 31) & 0x7FFFFFFF)
+        low, high = min(low, order[i]), max(high, order[i])
+    while low < high:
+        middle = low + (high - low + 1) // 2
+        reached = 0
+        for i in range(count):
+            reached += 1 if order[i] >= middle else 0
+        if reached >= room:
+            low = middle
+        else:
+            high = middle - 1
+        if reached == room:
+            break
+    equal = room
+    for i in range(count):
+        equal -= 1 if order[i] > low else 0
+    kept = 0
+    least = np.float32(np.inf)
+    for i in range(count):
+        if order[i] < low or (order[i] == low and equal == 0):
+            continue
+        equal -= 1 if order[i] == low else 0
+        best[kept], ids[kept] = best[i], ids[i]
+        least = min(least, best[kept])
+        kept += 1
+    return least
+
+
 @njit(nogil=True)
 def select(tickets, scores, positions, block_size, init_blocks, local_blocks, picks):  # type: ignore[no-untyped-def]
     """picks int32 [Hi, T, topk] from scores fp32 [Hi, T, NB]; one work item a head and token.
 
-    The best so far are kept sorted, best first; a later block must be better, not equal, to push one out, so ties stay
-    with the lowest id.
+    Candidates are collected in order; when there are twice as many as can be kept, the best are, and later ones must be
+    better than all of these to come in. So ties stay with the lowest id.
     """
     heads, tokens, blocks = scores.shape
-    topk = picks.shape[2]
-    best, ids = np.empty(topk + 1, np.float32), np.empty(topk + 1, np.int32)
+    most = 2 * picks.shape[2] + STRIDE
+    best, ids, order = np.empty(most, np.float32), np.empty(most, np.int32), np.empty(most, np.int32)
     while True:
         ticket = take_ticket(tickets, 0)
         if ticket >= heads * tokens:
@@ -121,24 +159,23 @@ def select(tickets, scores, positions, block_size, init_blocks, local_blocks, pi
         line, chosen = scores[head, token], picks[head, token]
         seen = min(blocks, own + 1)
         early, late = min(init_blocks, seen), max(own - local_blocks + 1, 0)
-        room = topk - early - max(seen - max(late, early), 0)
-        found = 0
+        room = picks.shape[2] - early - max(seen - max(late, early), 0)
+        found, floor = 0, NEG_INF
         last = min(late, seen) if room > 0 else early
         for start in range(early, last, STRIDE):
             stop = min(start + STRIDE, last)
             # In a long context few blocks get in: whole strides are passed over at vector speed.
-            if not _any_above(line, start, stop, best[found - 1] if found == room else NEG_INF):
+            if not _any_above(line, start, stop, floor):
                 continue
             for block in range(start, stop):
-                score = line[block]
-                if not score > (best[found - 1] if found == room else NEG_INF):
-                    continue
-                at = found if found < room else found - 1
-                while at > 0 and best[at - 1] < score:
-                    best[at], ids[at] = best[at - 1], ids[at - 1]
-                    at -= 1
-                best[at], ids[at] = score, block
-                found = min(found + 1, room)
+                if line[block] > floor:
+                    best[found], ids[found] = line[block] + np.float32(0), block  # -0 is 0
+                    found += 1
+            if found > most - STRIDE:
+                floor, found = _keep_best(best, ids, order, found, room), room
+        if found > room > 0:
+            _keep_best(best, ids, order, found, room)
+            found = room
         _write_picks(chosen, ids, found, early, max(late, early), seen)
 
 
@@ -150,14 +187,13 @@ def launch_select(box, *args):  # type: ignore[no-untyped-def]
 
 @njit
 def _write_picks(chosen, ids, found, early, late, seen):  # type: ignore[no-untyped-def]
-    """Init blocks, the found ones in ascending order, local blocks; then -1."""
+    """Init blocks, the found ones (ascending), local blocks; then -1."""
     count = 0
     for block in range(early):
         chosen[count] = block
         count += 1
-    middle = np.sort(ids[:found])
     for i in range(found):
-        chosen[count] = middle[i]
+        chosen[count] = ids[i]
         count += 1
     for block in range(late, seen):
         chosen[count] = block
