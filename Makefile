@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PROMPT ?= What is the capital of France?
 SOAK_SECONDS ?= 120
 
-.PHONY: serve run test check format soak bench wheel clean help
+.PHONY: serve run test check format docs soak bench wheel clean help
 
 help:  ## show the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 10
@@ -30,6 +30,10 @@ check: $(VENV)/dev.stamp  ## lint, format and type checks
 format: $(VENV)/dev.stamp  ## fix what ruff can fix
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+docs: $(VENV)/dev.stamp  ## build the documentation into build/docs; warnings are errors
+	$(BIN)/python docs/docs_pages.py
+	$(BIN)/python -m sphinx -W --keep-going -q -E -b html docs build/docs
 
 soak: $(VENV)/dev.stamp  ## 64 clients at once for SOAK_SECONDS
 	TAMIS_SOAK_SECONDS=$(SOAK_SECONDS) $(BIN)/python -m pytest tests/soak -n 0 -s

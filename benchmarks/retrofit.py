@@ -5,16 +5,16 @@
 
 MODEL has an index branch (default: smollm2-135m-msa). Attention is timed over all its sparse layers in turn, each on
 the planes of its own, once block-sparse (scores, selection, attention) and once dense, with our own kernels in bf16;
-outputs are checked against the reference first. For the whole model both engines hold the same text and take turns, a
-token each. All ratios are from one run. `cpu` is the processor time of the calling thread: with --threads 1 it is
-hardly disturbed by other processes. The last line is JSON.
+outputs are checked against the reference first. Of the whole model a decode step is timed, in turn with the dense
+one's, in a context of random numbers. All ratios are from one run. `cpu` is the processor time of the calling thread:
+with --threads 1 other processes hardly disturb it. The last line is JSON.
 """
 
 import argparse
 import json
-import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import replace
 
 from measure import interleaved, limits, table  # first: it settles how torch's threads wait
 
@@ -22,21 +22,17 @@ import torch
 from torch import Tensor
 
 from tamis.config import EngineConfig, LayerKind, ModelConfig
+from tamis.engine.batch import Batch
 from tamis.engine.build import build_engine
-from tamis.engine.engine import Engine
 from tamis.engine.memory import resolve_page_size
-from tamis.engine.tokenizer import Tokenizer
 from tamis.kernels import AttentionBatch, ReferenceOps
 from tamis.kernels.cpu.ops import CpuOps
 from tamis.kv import KVLayout, SparseKVPool
 from tamis.models import load_config, resolve
 from tamis.models.hub import ModelSource
 from tamis.names import SPARSE_MODEL
-from tamis.request import Request, SamplingParams
 
-DECODED = 48
-"""Tokens that each model decodes while it is timed."""
-TEXT = "The tamis is a drum sieve: a net of wire or silk over a round frame; flour falls through, and bran does not. "
+CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time.thread_time}
 
 
 class Layers:
@@ -98,52 +94,34 @@ def time_attention(config: ModelConfig, context: int, threads: int, seconds: flo
         return lambda: [run(ops, layer) for layer in layers.ids]
 
     runs = {"sparse": over_all(layers.run_sparse), "dense": over_all(layers.run_dense)}
-    clocks = {"wall": time.perf_counter, "cpu": time.thread_time}
-    found = {clock: interleaved(runs, seconds, now=read) for clock, read in clocks.items()}
+    found = {clock: interleaved(runs, seconds, now=read) for clock, read in CLOCKS.items()}
     ops.close()
     return {clock: {name: t / len(layers.ids) for name, t in times.items()} for clock, times in found.items()}
 
 
-def start(source: ModelSource, prompt: Sequence[int], threads: int) -> tuple[Engine, float]:
-    """An engine that has read the prompt, and how long that took."""
+def load(source: ModelSource, context: int, threads: int) -> Callable[[], object]:
+    """A step of one token at the end of a context that is filled with random numbers."""
     config = load_config(source)
-    layout = KVLayout.from_model(config, page_size=resolve_page_size(None, config))
-    bytes_needed = layout.bytes_per_token["total"] * (config.context_length + 2 * layout.page_size)
-    engine = build_engine(source, EngineConfig(dtype="bf16", threads=threads, kv_budget=bytes_needed), ())
-    sampling = SamplingParams(temperature=0, max_tokens=DECODED, ignore_eos=True)
-    began = time.perf_counter()
-    engine.add_request(Request(tuple(prompt), sampling))
-    while not any(event.token.token_id is not None for event in engine.step()):
-        pass
-    return engine, time.perf_counter() - began
+    layout = KVLayout.from_model(config, page_size=resolve_page_size(None, config), dtype=torch.bfloat16)
+    pages = -(-context // layout.page_size)
+    settings = EngineConfig(dtype="bf16", threads=threads, kv_budget=pages * layout.bytes_per_page)
+    runner = build_engine(source, settings, ()).runner
+    for layer in layout.local_layers:
+        for plane in runner.pool.get_kv_buffer(layer):
+            plane.normal_()
+    for layer in layout.sparse_layers:
+        runner.pool.get_index_k_buffer(layer).normal_()
+    last = context - 1
+    slot = (last // layout.page_size + 1) * layout.page_size + last % layout.page_size
+    batch = Batch()
+    batch.add([5], last, [slot], range(1, pages + 1), 1)
+    return lambda: runner.run(batch)
 
 
-def time_model(source: ModelSource, context: int, threads: int) -> dict[str, dict[str, float]]:
-    """Seconds of prefill and, in turn, between tokens by either clock."""
-    base = resolve(None if source.branch is None else str(source.path))
-    prompt = long_prompt(base, context - DECODED)
-    engines, prefill = {}, {}
-    for name, which in (("sparse", source), ("dense", base)):
-        engines[name], prefill[name] = start(which, prompt, threads)
-    wall: dict[str, list[float]] = {name: [] for name in engines}
-    cpu: dict[str, list[float]] = {name: [] for name in engines}
-    for _ in range(DECODED - 1):
-        for name, engine in engines.items():
-            began, used = time.perf_counter(), time.thread_time()
-            engine.step()
-            wall[name].append(time.perf_counter() - began)
-            cpu[name].append(time.thread_time() - used)
-    for engine in engines.values():
-        engine.close()
-    times = {"decode, wall": wall, "decode, cpu": cpu}
-    medians = {part: {name: statistics.median(each[name]) for name in engines} for part, each in times.items()}
-    return {"prefill, wall": prefill, **medians}
-
-
-def long_prompt(source: ModelSource, tokens: int) -> list[int]:
-    """A text of that many tokens."""
-    ids = Tokenizer.from_source(source).encode(TEXT)
-    return (ids * (tokens // len(ids) + 1))[:tokens]
+def time_model(source: ModelSource, context: int, threads: int, seconds: float) -> dict[str, dict[str, float]]:
+    """Seconds of a decode step by either clock."""
+    steps = {"sparse": load(source, context, threads), "dense": load(replace(source, branch=None), context, threads)}
+    return {clock: interleaved(steps, seconds, now=read) for clock, read in CLOCKS.items()}
 
 
 def report(title: str, times: dict[str, float]) -> None:
@@ -157,7 +135,7 @@ def main() -> None:
     parser.add_argument("model", nargs="?", default=SPARSE_MODEL)
     parser.add_argument("--context", type=int, default=8192)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--seconds", type=float, default=5.0, help="for the attention measurement")
+    parser.add_argument("--seconds", type=float, default=5.0, help="for each measurement")
     parser.add_argument("--skip-model", action="store_true", help="attention alone")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
@@ -172,10 +150,10 @@ def main() -> None:
         report(f"attention of one layer, one token at {args.context:,}, {clock}", times)
     found["attention"] = attention
     if not args.skip_model:
-        model = time_model(source, args.context, args.threads)
-        for part, times in model.items():
-            report(f"whole model at {args.context:,}: {part}", times)
-        found["times"] = model
+        model = time_model(source, args.context, args.threads, args.seconds)
+        for clock, times in model.items():
+            report(f"decode of the whole model at {args.context:,}, {clock}", times)
+        found["decode"] = model
     print(json.dumps(found | {"limits": limits()}))
 
 

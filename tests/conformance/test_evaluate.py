@@ -139,11 +139,11 @@ def test_what_cannot_be_measured_is_refused_by_name(tmp_path: Path) -> None:
         evaluate(replace(source, name="base", branch=None), config(tmp_path))
     with pytest.raises(ConfigError, match=f"context=1024 is more than the {CONTEXT} tokens of"):
         evaluate(source, config(tmp_path, context=1024))
-    with pytest.raises(ConfigError, match="context=15 must be at least 16"):
+    with pytest.raises(ConfigError, match="context=15 must be a whole number of at least 16"):
         config(tmp_path, context=15)
     with pytest.raises(ConfigError, match="windows=0 and trials=0 leave nothing to measure"):
         config(tmp_path, windows=0, trials=0)
-    with pytest.raises(ConfigError, match="trials=-1 must be at least 0"):
+    with pytest.raises(ConfigError, match="trials=-1 must be a whole number of at least 0"):
         config(tmp_path, trials=-1)
     with pytest.raises(ConfigError, match=r"passkey retrieval needs .* tokens at least"):
         evaluate(source, config(tmp_path, context=64))

@@ -181,6 +181,6 @@ def test_plots_that_cannot_be_written_are_refused_before_anything_is_measured(
 
 def refused(done: Result, said: str) -> None:
     assert done.code == 2
-    assert said in done.err
-    assert done.err.startswith("error: ") and len(done.err.splitlines()) == 1
+    assert said in done.told
+    assert done.told.startswith("error: ") and len(done.told.splitlines()) == 1
     assert done.out == ""

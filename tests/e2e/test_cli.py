@@ -123,7 +123,7 @@ def test_settings_that_cannot_work_are_one_line(arguments: list[str], message: s
     assert (result.code, result.out) == (2, "")
     assert result.err.startswith("error: ")
     assert message in result.err
-    assert result.err.count("\n") == 1
+    assert result.told.count("\n") == 1
 
 
 def test_a_broken_model_is_one_line_and_debug_shows_where(tmp_path: Path) -> None:
@@ -133,7 +133,7 @@ def test_a_broken_model_is_one_line_and_debug_shows_where(tmp_path: Path) -> Non
     assert (result.code, result.out) == (2, "")
     assert result.err.startswith("error: ")
     assert "broken.gguf" in result.err
-    assert result.err.count("\n") == 1
+    assert result.told.count("\n") == 1
     assert "Traceback" in invoke("generate", str(model), "--prompt", "x", "--debug").err
 
 

@@ -68,7 +68,7 @@ def test_whatever_is_sent_is_answered_as_described(
         case.validate_response(response, checks=CHECKS, headers=KEY)
         if response.status_code >= 400:
             error = response.json()["error"]
-            assert set(error) == {"message", "type", "param", "code"}
+            assert set(error) == {"message", "type", "param", "code", "explain"}
             assert error["message"]
             assert error["code"]
 

@@ -1,15 +1,10 @@
-"""`tamis serve` as a process of its own, with the built-in model, and the README's requests to it."""
+"""`tamis serve` as a process of its own, with the built-in model."""
 
-import json
 import os
 import re
-import shutil
 import signal
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
@@ -17,33 +12,12 @@ import pytest
 import torch
 
 from support.cli import invoke
+from support.server_process import running
 from support.serving import eventually, write_byte_model
 from tamis.engine.memory import resolve_page_size
 from tamis.kv import KVLayout
 from tamis.models import load_config, resolve
 from tamis.names import DEFAULT_MODEL
-
-README = (Path(__file__).parents[2] / "README.md").read_text()
-SERVE = [sys.executable, "-m", "tamis.cli", "serve", "--port", "0", "--threads", "1"]
-READY = re.compile(r"tamis serves (\S+) at (http://127\.0\.0\.1:\d+): layers (.+); ([\d,]+) tokens fit\n")
-
-
-Command = tuple[subprocess.Popen[str], re.Match[str]]
-"""A process and its ready line."""
-
-
-@contextmanager
-def running(*arguments: str, env: dict[str, str] | None = None) -> Iterator[Command]:
-    process = subprocess.Popen([*SERVE, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
-    try:
-        assert process.stdout is not None
-        line = process.stdout.readline()
-        ready = READY.fullmatch(line)
-        assert ready is not None, line or process.communicate()[1]
-        yield process, ready
-    finally:
-        process.kill()
-        process.communicate()
 
 
 @pytest.fixture(scope="module")
@@ -57,39 +31,6 @@ def builtin() -> Iterator[str]:
         a_token = KVLayout.from_model(config, page_size=page_size, dtype=torch.bfloat16).bytes_per_token["total"]
         assert int(ready[4].replace(",", "")) == (64 << 20) // (a_token * page_size) * page_size
         yield ready[2]
-
-
-def requests() -> list[str]:
-    """The README's curl commands."""
-    block = re.search(r"^```sh\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
-    assert block is not None
-    return [command.strip() for command in block[1].split("\n\n")]
-
-
-def test_there_are_requests_to_try() -> None:
-    assert len(requests()) == 7
-    assert all(command.startswith("curl ") for command in requests())
-
-
-@pytest.mark.parametrize("command", requests())
-def test_the_requests_of_the_readme_work(builtin: str, command: str) -> None:
-    assert shutil.which("curl"), "the README's examples need curl"
-    shown = command.replace("http://127.0.0.1:8000", builtin)
-    done = subprocess.run(["bash", "-c", shown], capture_output=True, text=True, timeout=60, check=True)
-    if "-N" in command:
-        events = [line[6:] for line in done.stdout.splitlines() if line]
-        assert events[-1] == "[DONE]"
-        assert json.loads(events[-2])["usage"]["completion_tokens"] > 5
-        return
-    reply = json.loads(done.stdout)
-    assert "error" not in reply
-    if "capital of France" in command:
-        assert "Paris" in reply["choices"][0]["message"]["content"]
-    elif "json_schema" in command:
-        assert set(json.loads(reply["choices"][0]["message"]["content"])) == {"city", "country"}
-    elif "tools" in command:
-        (call,) = reply["choices"][0]["message"]["tool_calls"]
-        assert json.loads(call["function"]["arguments"])["city"]
 
 
 def test_it_ends_on_sigterm_with_a_log_line_for_each_request(tmp_path: Path) -> None:
@@ -146,7 +87,7 @@ def test_a_port_in_use_is_an_error_in_one_line_before_anything_is_loaded(builtin
     result = invoke("serve", "nowhere/at-all", "--port", port)
     assert (result.code, result.out) == (2, "")
     assert (
-        result.err == f"error: cannot listen on 127.0.0.1 port {port}: Address already in use (--port takes another)\n"
+        result.told == f"error: cannot listen on 127.0.0.1 port {port}: Address already in use (--port takes another)\n"
     )
 
 
@@ -165,4 +106,4 @@ def test_settings_out_of_range_are_one_line(arguments: list[str], words: str) ->
     result = invoke("serve", *arguments)
     assert (result.code, result.out) == (2, "")
     assert words in result.err
-    assert result.err.count("\n") == 1
+    assert result.told.count("\n") == 1

@@ -3,9 +3,12 @@
 import contextlib
 import io
 import logging
+import re
 from dataclasses import dataclass
 
 from tamis.cli import main
+
+_HINT = re.compile(r"^hint: tamis explain [0-9a-f]{16}\n", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -15,6 +18,11 @@ class Result:
     code: int
     out: str
     err: str
+
+    @property
+    def told(self) -> str:
+        """Standard error without the hint that stands below an error."""
+        return _HINT.sub("", self.err)
 
 
 def invoke(*arguments: str) -> Result:

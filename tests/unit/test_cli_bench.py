@@ -139,7 +139,7 @@ def test_a_server_without_models_is_named(
 def test_where_nobody_listens_is_one_line() -> None:
     result = invoke("bench", "--url", "http://127.0.0.1:1", "--quiet")
     assert (result.code, result.out) == (2, "")
-    assert result.err == "error: no server answers at http://127.0.0.1:1: All connection attempts failed\n"
+    assert result.told == "error: no server answers at http://127.0.0.1:1: All connection attempts failed\n"
     assert "no server answers at nonsense" in invoke("bench", "--url", "nonsense").err
 
 
@@ -181,4 +181,4 @@ def test_lengths_lie_within_the_spread() -> None:
     assert 50 <= min(found) < 70 < 130 < max(found) <= 150
     assert random_lengths(7, 0, 3, random.Random(0)) == [7, 7, 7]
     assert min(random_lengths(1, 1, 50, random.Random(0))) == 1
-    assert invoke("bench", "--spread", "1.5").err == "error: spread=1.5 is not between 0 and 1\n"
+    assert invoke("bench", "--spread", "1.5").told == "error: spread=1.5 is not between 0 and 1\n"

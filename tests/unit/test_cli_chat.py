@@ -65,7 +65,7 @@ def test_commands_are_not_messages(talk: Talk) -> None:
     result = talk("one\n/clear\n\n  \ntwo\n/help\n/fly\n/exit\nthree\n", "--quiet")
     assert (result.code, result.out) == (0, f"{SAID}\n" * 2)
     assert chats() == [["one"], ["two"]]
-    lines = result.err.splitlines()
+    lines = result.told.splitlines()
     assert (lines[0], lines[-1]) == ("(forgotten)", "error: there is no command /fly; /help shows them")
     assert "/clear   forget what was said" in lines
 
@@ -84,7 +84,7 @@ def test_bytes_that_are_no_text_are_one_line_and_the_next_message_is_answered(ta
     result = talk(b"\xff\xfe\ngood\n", "--quiet")
     assert (result.code, result.out) == (0, f"{SAID}\n")
     assert result.err.startswith("error: the message is not UTF-8 text: ")
-    assert result.err.count("\n") == 1
+    assert result.told.count("\n") == 1
     assert chats() == [["good"]]
 
 
@@ -155,7 +155,7 @@ def test_a_message_that_is_refused_is_one_line_and_forgotten(
 
     monkeypatch.setattr(engine, "stream", stream)
     result = talk("one\ntoo long\ntwo\n", "--quiet")
-    assert (result.code, result.err) == (0, "error: the prompt has 70 tokens\n")
+    assert (result.code, result.told) == (0, "error: the prompt has 70 tokens\n")
     assert chats()[-1] == ["one", SAID, "two"]
 
 
@@ -188,11 +188,11 @@ def test_a_model_without_chat_template_is_refused_at_once(talk: Talk, monkeypatc
     monkeypatch.setattr(FakeTokenizer, "has_chat_template", False)
     result = talk("one\n")
     assert (result.code, result.out) == (2, "")
-    assert result.err == "error: the model has no chat template; tamis generate --raw continues a text as it is\n"
+    assert result.told == "error: the model has no chat template; tamis generate --raw continues a text as it is\n"
 
 
 def test_what_cannot_be_asked_is_refused_before_the_model_is_loaded(
     talk: Talk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tamis.engine.llm.LLM", None)
-    assert talk("", "--max-tokens", "0").err == "error: max_tokens=0 must be at least 1\n"
+    assert talk("", "--max-tokens", "0").told == "error: max_tokens=0 must be at least 1\n"

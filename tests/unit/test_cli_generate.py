@@ -120,7 +120,7 @@ def test_a_request_that_is_refused_is_one_line(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(engine, "stream", refused)
     result = invoke("generate", "--prompt", "hello")
     assert (result.code, result.out) == (2, "")
-    assert result.err == "error: 5 + 256 tokens are more than the context of 64\n"
+    assert result.told == "error: 5 + 256 tokens are more than the context of 64\n"
     assert engine.last.closed
 
 
@@ -133,8 +133,8 @@ def test_a_model_without_chat_template_is_one_line_and_names_the_way_out(monkeyp
     monkeypatch.setattr(FakeTokenizer, "has_chat_template", False)
     result = invoke("generate", "--prompt", "hello")
     assert (result.code, result.out) == (2, "")
-    assert result.err == "error: toy: the model has no chat template; --raw continues the prompt as it is\n"
-    assert other.err == "error: toy: the model has no chat template\n"
+    assert result.told == "error: toy: the model has no chat template; --raw continues the prompt as it is\n"
+    assert other.told == "error: toy: the model has no chat template\n"
     assert invoke("generate", "--prompt", "hello", "--raw").code == 0
 
 
@@ -145,7 +145,7 @@ def test_a_model_without_tokenizer_is_one_line(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(engine, "tokenizer", property(missing, lambda self, value: None), raising=False)
     result = invoke("generate", "--prompt", "hello")
     assert (result.code, result.out) == (2, "")
-    assert result.err == "error: the model has no tokenizer: give it token ids instead of text\n"
+    assert result.told == "error: the model has no tokenizer: give it token ids instead of text\n"
 
 
 @pytest.mark.parametrize(
@@ -172,4 +172,4 @@ def test_what_cannot_be_asked_is_refused_before_the_model_is_loaded(
     result = invoke("generate", *arguments)
     assert (result.code, result.out) == (2, "")
     assert message in result.err
-    assert result.err.count("\n") == 1
+    assert result.told.count("\n") == 1

@@ -126,7 +126,7 @@ def test_what_cannot_be_done_is_said_in_one_line(tmp_path: Path, arguments: tupl
     result = invoke("kv", *(argument.format(tmp_path) for argument in arguments))
     assert result.code == 2
     assert result.err.startswith("error: " + message.format(tmp_path))
-    assert result.err.count("\n") == 1
+    assert result.told.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
 
 

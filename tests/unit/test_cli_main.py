@@ -27,14 +27,14 @@ def test_version_and_help_do_not_load_torch() -> None:
     script = (
         "import sys; from tamis.cli import main; codes = [main(a.split()) for a in "
         "('--version', '--help', 'generate --help', 'chat --help', 'serve --help', 'bench --help', 'inspect --help', "
-        "'plan --help', 'pull --help', 'kv --help', 'kv ls --help', '')]; "
+        "'plan --help', 'pull --help', 'explain --help', 'doctor --help', 'kv --help', 'kv ls --help', '')]; "
         "heavy = {'torch', 'numpy', 'httpx', 'tamis.engine', 'tamis.models', 'tamis.kv'} & set(sys.modules); "
         "sys.exit(f'{codes} {heavy}' if heavy or any(codes) else 0)"
     )
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
     assert (result.returncode, result.stderr) == (0, "")
     assert result.stdout.startswith("tamis 0.1.0\n")
-    commands = ("generate", "chat", "serve", "bench", "inspect", "plan", "pull", "kv")
+    commands = ("generate", "chat", "serve", "bench", "inspect", "plan", "pull", "explain", "doctor", "kv", "errors")
     assert all(command in result.stdout for command in commands)
     assert "\x1b" not in result.stdout
 

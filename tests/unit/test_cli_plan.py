@@ -70,7 +70,7 @@ def test_plan_of_a_budget_below_one_page_shows_the_figures_and_fails_naming_both
     page = 137_472 * 128
     result = invoke("plan", "minimax-m3", "--memory", str(page - 1), "--page-size", "128", *form)
     assert result.code == 1
-    assert result.err == (
+    assert result.told == (
         "error: --memory 17596415 is 17,596,415 bytes and holds no page: one takes 17,596,416 bytes (128 tokens)\n"
     )
     if form:
@@ -125,7 +125,7 @@ def test_plan_refuses_in_one_line(arguments: list[str], message: str) -> None:
     assert result.out == ""
     assert result.err.startswith("error: ")
     assert message in result.err
-    assert result.err.count("\n") == 1
+    assert result.told.count("\n") == 1
 
 
 def test_plan_of_a_model_that_does_not_exist(tmp_path: Path) -> None:
@@ -133,7 +133,7 @@ def test_plan_of_a_model_that_does_not_exist(tmp_path: Path) -> None:
     assert (result.code, result.out) == (2, "")
     assert result.err.startswith("error: ")
     assert "nothing" in result.err
-    assert result.err.count("\n") == 1
+    assert result.told.count("\n") == 1
 
 
 def test_plan_of_a_page_size_of_zero_on_a_dense_model(tmp_path: Path) -> None:

@@ -81,4 +81,4 @@ def test_a_file_that_cannot_be_read_is_one_line(tmp_path: Path, name: str) -> No
     result = invoke("generate", "--file", str(tmp_path / name))
     assert (result.code, result.out) == (2, "")
     assert result.err.startswith(f"error: {tmp_path / name}: ")
-    assert result.err.count("\n") == 1
+    assert result.told.count("\n") == 1

@@ -259,7 +259,7 @@ def test_an_index_value_repairs_some_of_the_loss(teacher: Teacher, tmp_path: Pat
         ({"dense_layers": (3,)}, "there is no layer 3"),
         ({"dense_budget": 3}, "leave none to train"),
         ({"learning_rate": 0.0}, "learning_rate=0.0"),
-        ({"windows": 0}, "windows=0 must be at least 1"),
+        ({"windows": 0}, "windows=0 must be a whole number of at least 1"),
         ({"written_share": 2.0}, "written_share=2.0"),
         ({"block_sizes": ()}, "block_sizes="),
     ],

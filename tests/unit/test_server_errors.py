@@ -49,7 +49,7 @@ def test_every_error_has_a_status_and_a_slug(error: Exception, status: int, code
     assert (told.status, told.code) == (status, code)
     body = json.loads(bytes(told.response().body))
     assert set(body) == {"error"}
-    assert set(body["error"]) == {"message", "type", "param", "code"}
+    assert set(body["error"]) == {"message", "type", "param", "code", "explain"}
     assert body["error"]["message"]
 
 

@@ -1,4 +1,4 @@
-"""The command line: `tamis generate`, `chat`, `serve`, `bench`, `inspect`, `plan`, `pull`, `kv`.
+"""The command line: `tamis generate`, `chat`, `serve`, `bench`, `inspect`, `plan`, `pull`, `explain`, `doctor`, ...
 
 Nothing heavy is imported here: `tamis --help` and `--version` answer without loading torch.
 """
@@ -36,8 +36,8 @@ class CommonOptions:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `tamis` with the arguments `argv` (None: those of the process) and return the exit code.
 
-    0: done. 1: a bug. 2: an error, printed in one line. 130: interrupted. 141: the output's reader went away. 128 + its
-    number: ended by SIGTERM or SIGHUP.
+    0: done. 1: a bug. 2: an error, printed in one line, and in the next the command that explains it. 130: interrupted.
+    141: the output's reader went away. 128 + its number: ended by SIGTERM or SIGHUP.
     """
     options = CommonOptions()
     # The tokenizers library's own report of what becomes an error message here.
@@ -61,6 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         message, code = describe(error)
         _say(f"error: {message}", options)
+        _say_hint(error)
     return code
 
 
@@ -125,6 +126,19 @@ def _say(line: str, options: CommonOptions) -> None:
         if options.debug:
             traceback.print_exc()
         print(line, file=sys.stderr, flush=True)
+
+
+def _say_hint(error: Exception) -> None:
+    """The command that tells more, on a line of its own."""
+    from tamis.errors.hint import hint_for
+
+    try:
+        hint = hint_for(error)
+    except Exception as broken:  # a catalogue that cannot be read must not hide the error itself
+        hint = f"the catalogue of errors cannot be read: {' '.join(str(broken).split())}"
+    if hint is not None:
+        with contextlib.suppress(OSError):
+            print(f"hint: {hint}", file=sys.stderr, flush=True)
 
 
 def _drop_output() -> None:

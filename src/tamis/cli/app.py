@@ -14,7 +14,10 @@ from tamis.cli import CommonOptions
 from tamis.cli.bench import bench
 from tamis.cli.chat import chat
 from tamis.cli.commands import Command, Group
+from tamis.cli.doctor import doctor
+from tamis.cli.errors import errors
 from tamis.cli.eval import evaluate
+from tamis.cli.explain import explain
 from tamis.cli.generate import generate
 from tamis.cli.inspect import inspect
 from tamis.cli.kv import kv
@@ -31,10 +34,11 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (generate, chat, serve, bench, inspect, plan, pull, retrofit):
+for command in (generate, chat, serve, bench, inspect, plan, pull, retrofit, explain, doctor):
     app.command(cls=Command)(command)
 app.command(name="eval", cls=Command)(evaluate)
 app.add_typer(kv, name="kv")
+app.add_typer(errors, name="errors")
 
 
 def run(argv: Sequence[str], options: CommonOptions) -> int:

@@ -30,6 +30,7 @@ from tamis.cli.options import (
 )
 from tamis.cli.reply import Reply
 from tamis.errors import RequestError, TokenizerError
+from tamis.errors.hint import hint_for
 from tamis.request import FinishReason, SamplingParams, TokenEvent
 
 if TYPE_CHECKING:
@@ -130,7 +131,8 @@ class _Chat:
             try:
                 going = self._next(keyboard)
             except RequestError as error:
-                local.say(f"error: {error}")
+                hint = hint_for(error)
+                local.say(f"error: {error}", *([] if hint is None else [f"hint: {hint}"]))
             except KeyboardInterrupt:  # at the prompt, where there is no reply to stop
                 local.say("", "(Ctrl-D or /exit leaves)")
 

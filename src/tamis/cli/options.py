@@ -52,10 +52,38 @@ IndexDtype = Annotated[
 PageSize = Annotated[
     int | None, _option("--page-size", "TOKENS", "Tokens a page; must divide the sparse block. Default: 32 at most.")
 ]
+
+# Planning: what may be a list gives a table with a row for each combination
+_LIST = "May be a list: 1,4,8."
 Memory = Annotated[str | None, _option("--memory", "SIZE", "Memory for the usable pages, written 8GiB or 500MB.")]
-TensorRanks = Annotated[int, _option("--tp-size", "N", "Ranks that share the KV heads.", min=1)]
-Stages = Annotated[int, _option("--pp-size", "N", "Pipeline stages.", min=1)]
-Stage = Annotated[int, _option("--pp-rank", "I", "The pipeline stage to plan for, from 0.")]
+DeviceMemory = Annotated[
+    str | None,
+    _option("--device-memory", "SIZE", "Memory of a rank for everything: weights, scratch, the pool with its padding "
+            "page."),
+]  # fmt: skip
+KVDtypes = Annotated[str, _option("--kv-dtype --dtype", "DTYPE", f"Main K and V: {_STORAGE} May be a list.")]
+PageSizes = Annotated[
+    str | None,
+    _option("--page-size", "TOKENS", f"Tokens a page; must divide the sparse block. Default: 32 at most. {_LIST}"),
+]
+TensorRanks = Annotated[str, _option("--tp-size", "N", f"Ranks that share heads, MLPs and vocabulary. {_LIST}")]
+Stages = Annotated[str, _option("--pp-size", "N", f"Pipeline stages. {_LIST}")]
+Stage = Annotated[
+    int | None,
+    _option("--pp-rank", "I", "The pipeline stage to plan for, from 0. Default: the one with the least room."),
+]
+PlanWeightDtype = Annotated[
+    str, _option("--weight-dtype", "DTYPE", "Weights: fp32, bf16, or auto: fp32 where the checkpoint is, else bf16.")
+]
+RequestTokens = Annotated[
+    str | None,
+    _option("--request-tokens", "N", f"Length of a request, prompt and reply. {_LIST} Default: several lengths."),
+]
+PlanTier = Annotated[
+    list[str] | None,
+    _option("--kv-tier", "TIER", "Count what fits here too: host:8GiB, disk:/path?size=100GiB, ...; may be given "
+            "several times. Nothing is opened."),
+]  # fmt: skip
 
 # The prompt and the sampling
 Prompt = Annotated[str | None, _option("--prompt -p", "TEXT", "The prompt.")]

@@ -46,7 +46,10 @@ IndexDim = Annotated[int, _option("--index-head-dim", "N", "Default: the model's
 DenseLayers = Annotated[
     str, _option("--dense-layers", "LAYERS", "Layers that stay dense, such as 0,1; auto: those that lose most.")
 ]
-DenseBudget = Annotated[int, _option("--dense-budget", "N", "How many layers auto leaves dense.")]
+DenseBudget = Annotated[
+    int | None,
+    _option("--dense-budget", "N", "How many layers auto leaves dense. Default: two in fifteen."),
+]
 IndexValue = Annotated[bool, typer.Option("--index-value", help="Train K+V layers, which repair what selection loses.")]
 Written = Annotated[float, _option("--written", "SHARE", "Share of the windows that the model writes itself.")]
 Patience = Annotated[int, _option("--patience", "N", "Stop after N windows without progress. Default: train on all.")]
@@ -72,7 +75,7 @@ def retrofit(
     local_blocks: LocalBlocks = 1,
     index_head_dim: IndexDim = 0,
     dense_layers: DenseLayers = "auto",
-    dense_budget: DenseBudget = 4,
+    dense_budget: DenseBudget = None,
     index_value: IndexValue = False,
     written: Written = 0.08,
     patience: Patience = 0,

@@ -120,10 +120,12 @@ def ready_line(engine: "AsyncEngine", name: str | None, url: str) -> str:
 
 def _log(*, quiet: bool, debug: bool) -> None:
     """A line for each request, and what goes wrong, on standard error."""
+    from tamis.errors.hint import HintingFormatter
+
     if debug:
         return  # everything is logged already
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    handler.setFormatter(HintingFormatter("%(asctime)s %(levelname)s %(message)s"))
     for name in ("tamis", "uvicorn"):
         logging.getLogger(name).addHandler(handler)
     logger.setLevel(logging.WARNING if quiet else logging.INFO)

@@ -160,7 +160,7 @@ async def tokens_per_word(target: Target, rng: random.Random) -> float:
     async with target.client(1) as client:
         outcome = await ask(client, target.model, Job(_text(words, rng), 1))
     if outcome.error is not None:
-        raise RemoteError(f"{target.url}: {outcome.error}")
+        raise RemoteError(f"{target.url} does not complete a prompt: {outcome.error}")
     if not outcome.prompt_tokens:
         raise RemoteError(f"{target.url} does not say how many tokens a prompt has")
     return outcome.prompt_tokens / words

@@ -116,6 +116,11 @@ def resolve_dtype(dtype: str, config: ModelConfig, *, native_bf16: bool | None =
     return torch.bfloat16 if native and config.dtype is not torch.float32 else torch.float32
 
 
+def native_dtype() -> torch.dtype:
+    """What "auto" is for a checkpoint that does not hold full fp32 weights, here."""
+    return torch.bfloat16 if _cpu_has_bf16() else torch.float32
+
+
 def _cpu_has_bf16() -> bool:
     # Private, so it may move; without it we cannot know, and fp32 is right everywhere.
     probe = getattr(torch.cpu, "_is_avx512_bf16_supported", None)
@@ -174,18 +179,21 @@ def build_pool(engine: EngineConfig, config: ModelConfig) -> SparseKVPool:
     layout, available = build_layout(engine, config), available_memory()
     budget = kv_budget(engine, layout, config.context_length, available)
     pages = layout.pages_for(budget)
-    above = (
-        f"kv_budget={budget} ({format_size(budget)}) is more than the {available} bytes ({format_size(available)}) "
-        "of memory that are available"
-    )
+    size, free = f"{budget} ({format_size(budget)})", f"{available} bytes ({format_size(available)})"
     try:
         pool = SparseKVPool(layout, pages, device=engine.device)
     except ConfigError as error:
         if budget <= available:
             raise
-        raise ConfigError(f"{above}, and cannot be had: give less, or no budget for half of what is free") from error
+        raise ConfigError(
+            f"kv_budget={size} is more than the {free} of memory that are available, and cannot be had: "
+            "give less, or no budget for half of what is free"
+        ) from error
     if budget > available:
-        logger.warning("%s: the system may end the process once the pool fills", above)
+        logger.warning(
+            "kv_budget=%s is more than the %s of memory that are available: "
+            "the system may end the process once the pool fills", size, free,
+        )  # fmt: skip
     logger.info(
         "KV pool: %d pages of %d tokens = %d tokens, %s (%d bytes a token, %s)",
         pages, layout.page_size, pages * layout.page_size, format_size(pages * layout.bytes_per_page),

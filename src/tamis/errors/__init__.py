@@ -46,7 +46,8 @@ TamisError
 ├── QueueFullError (RuntimeError)           as many requests wait as may; try again later
 ├── EngineClosedError (RuntimeError)        used after close()
 ├── EngineDeadError (RuntimeError)          the engine's thread ended on an error; the message gives the reason
-└── RemoteError (RuntimeError)              a server does not answer, or not as OpenAI's API says
+├── RemoteError (RuntimeError)              a server does not answer, or not as OpenAI's API says
+└── CatalogError (ValueError)               error records, or a data set of them, that are not as they should be
 
 Foreign errors (safetensors, gguf, tokenizers, pip) are mapped to these once, where the library is called.
 """
@@ -245,3 +246,7 @@ class EngineDeadError(TamisError, RuntimeError):
 
 class RemoteError(TamisError, RuntimeError):
     """A server that was asked does not answer, or not as OpenAI's API says."""
+
+
+class CatalogError(TamisError, ValueError):
+    """A file of error records, or a data set of them, is not as it should be."""

@@ -248,6 +248,16 @@ class KVLayout:
         """Bytes a page takes on this rank, over all planes."""
         return self.bytes_per_token["total"] * self.page_size
 
+    def bytes_read(self, context: int, attended: int) -> int:
+        """Bytes of this stage's planes that one token reads at a context of `context` tokens.
+
+        Dense layers read all main K and V; sparse layers all index planes and the main K and V of `attended` tokens.
+        """
+        main = 2 * self.kv_heads * self.head_dim * self.dtype.itemsize
+        kept = self.bytes_per_token
+        tokens = len(self.dense_layers) * context + len(self.sparse_layers) * min(context, attended)
+        return main * tokens + (kept["index_k"] + kept["index_kv"]) * context
+
     def pages_for(self, budget_bytes: int) -> int:
         """Usable pages that fit `budget_bytes`; the padding page is extra and not counted. 0 where none fits."""
         check_int("budget_bytes", budget_bytes, 0)

@@ -4,7 +4,7 @@ import contextlib
 import itertools
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from pathlib import Path
 
 import torch
@@ -51,11 +51,7 @@ def load_model(
     progress = progress or NoProgress()
     with contextlib.ExitStack() as stack:
         checkpoint = stack.enter_context(contextlib.closing(open_checkpoint(source)))
-        gguf = source.kind == "gguf"
-        if config.family == "minimax_m3":
-            plan = minimax_m3.weight_plan(config, checkpoint.names(), gguf=gguf)
-        else:
-            plan = llama.weight_plan(config, gguf=gguf)
+        plan = plan_weights(config, checkpoint.names(), gguf=source.kind == "gguf")
         check_plan(plan, checkpoint, source.path, source.name)
         if source.branch is None:
             branch = None
@@ -66,6 +62,13 @@ def load_model(
         if branch is not None:
             _fill(model, llama.branch_plan(config), branch, dtype, "none", progress)
     return model.eval()
+
+
+def plan_weights(config: ModelConfig, names: frozenset[str], *, gguf: bool) -> WeightPlan:
+    """Which tensors of a checkpoint that holds `names` fill which parameter of the model."""
+    if config.family == "minimax_m3":
+        return minimax_m3.weight_plan(config, names, gguf=gguf)
+    return llama.weight_plan(config, gguf=gguf)
 
 
 def _open_branch(source: ModelSource, directory: Path, config: ModelConfig) -> Checkpoint:
@@ -139,7 +142,9 @@ def _fill(
             path, _, leaf = name.rpartition(".")
             module = model.get_submodule(path)
             if isinstance(module, Linear) and leaf == "weight":
-                matrix = empty_matrix(choose_format(quant, dtype, name, pieces, checkpoint), module.shape)
+                formats = {checkpoint.block_format(piece.name) for piece in pieces}
+                form = choose_format(quant, dtype, name, pieces[0].shape[-1], formats)
+                matrix = empty_matrix(form, module.shape)
                 for piece in pieces:
                     _fill_matrix(matrix, piece, checkpoint)
                     progress.advance(checkpoint.nbytes(piece.name))
@@ -155,20 +160,17 @@ def _fill(
         progress.finish()
 
 
-def choose_format(
-    quant: str, dtype: torch.dtype, name: str, pieces: tuple[Piece, ...], checkpoint: Checkpoint
-) -> Format:
-    """How the weight `name` is kept, by the setting `EngineConfig.quant`.
+def choose_format(quant: str, dtype: torch.dtype, name: str, width: int, stored: Set[Format | None]) -> Format:
+    """How the weight `name` of rows of `width` numbers is kept, by the setting `EngineConfig.quant`.
 
-    What cannot be quantised (a width that is no multiple of 32) or kept as stored (pieces of several types, a type
-    without kernels) stays or becomes dense.
+    `stored`: the formats its pieces have in the checkpoint. What cannot be quantised (a width that is no multiple of
+    32) or kept as stored (pieces of several types, a type without kernels) stays or becomes dense.
     """
     dense = dense_format(dtype)
-    if quant == "none" or pieces[0].shape[-1] % GROUP:
+    if quant == "none" or width % GROUP:
         return dense
     if quant == "auto":
-        stored = {checkpoint.block_format(piece.name) for piece in pieces}
-        return stored.pop() or dense if len(stored) == 1 else dense
+        return next(iter(stored)) or dense if len(stored) == 1 else dense
     # Tokens are told apart by these two tables; 4 bits cost more there than anywhere else.
     table = name in ("embed_tokens.weight", "lm_head.weight")
     return Format.INT8 if quant == "int8" or table else Format.INT4

@@ -133,4 +133,4 @@ def choose_dense(losses: Mapping[int, dict[str, float]], settings: RetrofitSetti
     if settings.dense_layers is not None:
         return tuple(sorted(set(settings.dense_layers)))
     worst = sorted(range(layers), key=lambda layer: (-losses[layer]["loss"], layer))
-    return tuple(sorted(worst[: settings.dense_budget]))
+    return tuple(sorted(worst[: settings.dense_budget or 0]))

@@ -13,6 +13,7 @@ from tamis.config import EngineConfig, LayerKind, ModelConfig
 from tamis.engine.build import load_tokenizer
 from tamis.engine.memory import resolve
 from tamis.errors import ConfigError, TokenizerError
+from tamis.kv.layout import check_int
 from tamis.models import ModelSource, load_config
 from tamis.models.fingerprint import model_fingerprint
 from tamis.models.index_branch import read_index_branch
@@ -50,8 +51,8 @@ class EvalConfig:
     def __post_init__(self) -> None:
         for name, least in (("context", 16), ("windows", 0), ("trials", 0)):
             value = getattr(self, name)
-            if value is not None and value < least:
-                raise ConfigError(f"{name}={value} must be at least {least}")
+            if value is not None:
+                check_int(name, value, least)
         if not self.windows and not self.trials:
             raise ConfigError("windows=0 and trials=0 leave nothing to measure")
 

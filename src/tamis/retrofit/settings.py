@@ -5,6 +5,7 @@ from typing import Any
 
 from tamis.config import ModelConfig
 from tamis.errors import ConfigError
+from tamis.kv.layout import check_int
 
 MIN_CONTEXT = 64
 """Tokens of a training window at least."""
@@ -38,7 +39,8 @@ class RetrofitSettings:
     local_blocks: int = 1
     dense_layers: tuple[int, ...] | None = None
     """Layers that stay dense; None: the `dense_budget` ones that lose most."""
-    dense_budget: int = 4
+    dense_budget: int | None = None
+    """None: two layers in fifteen."""
     index_value: bool = False
     """Train K+V layers: an index value whose output repairs what block selection loses."""
     written_share: float = 0.08
@@ -52,6 +54,7 @@ class RetrofitSettings:
         values = asdict(self)
         values["context"] = self.context or min(config.context_length, 8192)
         values["index_head_dim"] = self.index_head_dim or config.head_dim
+        values["dense_budget"] = 2 * config.num_layers // 15 if self.dense_budget is None else self.dense_budget
         resolved = RetrofitSettings(**values)
         resolved.check(config)
         return resolved
@@ -69,11 +72,9 @@ class RetrofitSettings:
             ("steps_per_window", 1),
             ("queries", 8),
             ("budget", 1),
-            ("dense_budget", 0),
             ("patience", 0),
         ):
-            if getattr(self, name) < least:
-                raise ConfigError(f"{name}={getattr(self, name)} must be at least {least}")
+            check_int(name, getattr(self, name), least)
         for name in ("learning_rate", "value_rate"):
             if not 0 < getattr(self, name) <= 1:
                 raise ConfigError(f"{name}={getattr(self, name)} is not above 0 and at most 1")
@@ -101,7 +102,8 @@ class RetrofitSettings:
         wrong = [layer for layer in self.dense_layers or () if not 0 <= layer < layers]
         if wrong:
             raise ConfigError(f"dense_layers: there is no layer {wrong[0]}; layers are 0 to {layers - 1}")
-        dense = self.dense_budget if self.dense_layers is None else len(set(self.dense_layers))
+        check_int("dense_budget", self.dense_budget or 0, 0)
+        dense = self.dense_budget or 0 if self.dense_layers is None else len(set(self.dense_layers))
         if dense >= layers:
             raise ConfigError(f"{dense} dense layers of {layers} leave none to train")
 

@@ -68,7 +68,9 @@ def create_app(engine: AsyncEngine, config: ServerConfig | None = None, *, model
 def _routes(context: Context) -> APIRouter:
     router = APIRouter(route_class=JsonRoute)
     engine = context.engine
-    stream: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}}
+    # No type: some take a stream's schema as that of the whole text, others as that of one event.
+    events = {"description": "Lines `data: ` with a JSON object each, and at the end [DONE]."}
+    stream: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {"schema": events}}}}
 
     @router.get("/v1/models", summary="The model that is served")
     async def models() -> replies.ModelsReply:

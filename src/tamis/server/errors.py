@@ -27,6 +27,7 @@ from tamis.errors import (
     TokenizerError,
     TokenRangeError,
 )
+from tamis.errors.hint import hint_for
 from tamis.units import show
 
 INVALID = "invalid_request_error"
@@ -43,7 +44,10 @@ _RETRY_AFTER = "1"
 
 
 class ApiError(TamisError):
-    """An answer other than 200, raised where a request is handled. `code` is a stable slug for programs."""
+    """An answer other than 200, raised where a request is handled. `code` is a stable slug for programs.
+
+    `cause` is the error that it tells of, where it is not itself the first to say what is wrong.
+    """
 
     def __init__(
         self,
@@ -54,15 +58,21 @@ class ApiError(TamisError):
         param: str | None = None,
         kind: str = INVALID,
         headers: Mapping[str, str] | None = None,
+        cause: Exception | None = None,
     ) -> None:
-        super().__init__(_cut(message, MAX_MESSAGE))
+        super().__init__(message)
         self.status, self.code, self.kind = status, code, kind
         self.param = None if param is None else _cut(param, MAX_MESSAGE // 4)
         self.headers = dict(headers or {})
+        self.cause = cause
+
+    def __str__(self) -> str:
+        return _cut(super().__str__(), MAX_MESSAGE)
 
     def body(self) -> dict[str, Any]:
-        """OpenAI's error object."""
-        return {"error": {"message": str(self), "type": self.kind, "param": self.param, "code": self.code}}
+        """OpenAI's error object, and the command that explains the error, where the catalogue has it."""
+        told = {"message": str(self), "type": self.kind, "param": self.param, "code": self.code}
+        return {"error": told | {"explain": hint_for(self.cause or self)}}
 
     def response(self) -> JSONResponse:
         """The whole answer."""
@@ -110,7 +120,9 @@ def to_api_error(error: Exception) -> ApiError:
         if isinstance(error, kind):
             match = _PARAMETER.match(str(error)) if isinstance(error, RequestError) else None
             param = match[1] if match else rule.param
-            return ApiError(rule.status, rule.code, str(error), param=param, kind=rule.kind, headers=rule.headers)
+            return ApiError(
+                rule.status, rule.code, str(error), param=param, kind=rule.kind, headers=rule.headers, cause=error
+            )
     return ApiError(500, "internal_error", "the server failed on this request; its log says why", kind=SERVER)
 
 

@@ -24,6 +24,8 @@ class ErrorDetail(Reply):
     """The field at fault."""
     code: str
     """For programs."""
+    explain: str | None
+    """The command that says more of this error."""
 
 
 class ErrorReply(Reply):

@@ -215,8 +215,11 @@ def launch_pick_blocks(box, *args):  # type: ignore[no-untyped-def]
 @njit
 def _largest_of_blocks(logits, count, block_size, stride, found):  # type: ignore[no-untyped-def]
     """Raise the results of a chunk's blocks, `stride` bytes apart, to the largest logits of their `count` tokens."""
-    for first in range(0, count, block_size):
-        largest(logits + first * LINE, min(block_size, count - first), found + first // block_size * stride)
+    first = 0
+    while first < count:
+        largest(logits + first * LINE, min(block_size, count - first), found)
+        found += stride
+        first += block_size
 
 
 @njit

@@ -27,6 +27,7 @@ from tamis.kernels.cpu.amx_room import open_operands, open_room, open_work, room
 from tamis.kernels.cpu.amx_score import pick_blocks
 from tamis.kernels.cpu.amx_tiles import (
     CHUNK,
+    LINE,
     ROWS,
     TABLE,
     copy_row,
@@ -37,6 +38,9 @@ from tamis.kernels.cpu.amx_tiles import (
 )
 from tamis.kernels.cpu.frames import borrow
 from tamis.kernels.cpu.threads import share, take_ticket
+
+RUN = 16 * LINE
+"""Bytes that `simd.prefetch_run` asks for."""
 
 
 @njit
@@ -132,20 +136,33 @@ def _attend_block(ops, seq, head, block, block_size, following, entries, scale, 
 
 
 @njit
-def _gather_blocks(plane, pages, head, ends, block, left, block_size, limit, target):  # type: ignore[no-untyped-def]
-    """Copy to `target` what is visible of the next picked blocks after `block`, as many as a chunk has room for.
+def _fetch_blocks(keys, values, pages, head, ends, block, left, block_size):  # type: ignore[no-untyped-def]
+    """Ask for the next `left` picked blocks after `block`, so that memory is busy with many of them at a time."""
+    size = block_size * keys[3]
+    for _ in range(left):
+        block = _next_block(ends, block, ends.shape[0])
+        for plane in (keys, values):
+            place = token_address(plane, pages, head, block * block_size)
+            for at in range(0, size, RUN):
+                simd.prefetch_run(place + at)
+
+
+@njit
+def _gather_blocks(keys, values, pages, head, ends, block, left, block_size, limit, place):  # type: ignore[no-untyped-def]
+    """Copy what is visible of the next picked blocks after `block`, as many as a chunk has room for, side by side.
 
     `left`: picked blocks there are; `limit`: the last token that is visible. Returns the last block, how many are left,
     tokens.
     """
-    page_size, row = plane[2], plane[3]
+    page_size, row = keys[2], keys[3]
     count = 0
     while left > 0 and count + block_size <= CHUNK:
         block = _next_block(ends, block, ends.shape[0])
         start, stop = block * block_size, min((block + 1) * block_size, limit + 1)
         while start < stop:
             run = min(page_size - start % page_size, stop - start)
-            copy_row(token_address(plane, pages, head, start), target + count * row, run * row)
+            copy_row(token_address(keys, pages, head, start), place[5] + count * row, run * row)
+            copy_row(token_address(values, pages, head, start), place[6] + count * row, run * row)
             count += run
             start += run
         left -= 1
@@ -163,9 +180,9 @@ def _attend_gathered(ops, seq, head, ends, block, left, block_size, scale, room,
         simd.poke(tables + tile * 8, place[5] + tile * ROWS * row)
         simd.poke(tables + TABLE + tile * 8, place[6] + tile * ROWS * row)
     limit = np.int64(limits[0, 0])
+    _fetch_blocks(keys, values, pages, head, ends, block, left, block_size)
     while left > 0:
-        _gather_blocks(keys, pages, head, ends, block, left, block_size, limit, place[5])
-        block, left, count = _gather_blocks(values, pages, head, ends, block, left, block_size, limit, place[6])
+        block, left, count = _gather_blocks(keys, values, pages, head, ends, block, left, block_size, limit, place)
         pack_values(tables + TABLE, count, row, place[7], place[4])
         for first in range(0, rows, ROWS):
             # All that was gathered is visible: it is as good as the first tokens of the sequence.
