@@ -5,15 +5,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from support.engines import expected_greedy, greedy, make_engine, run
 from support.offload import IMPATIENT
-from support.redis_server import redis_server
-from support.tiers import KINDS, Store, make_store
+from support.tiers import Store
 from tamis.engine.engine import Engine
 from tamis.kv.tiers.base import Key
 from tamis.kv.tiers.stack import TierStack
@@ -24,20 +22,6 @@ PROMPT = [3 + place % 40 for place in range(41)]
 STEPS = 6
 SECONDS = 10.0
 """No request may take longer, whatever a store does; on a machine that does much else, too."""
-
-
-@pytest.fixture(scope="module")
-def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with redis_server(tmp_path_factory.mktemp("redis")) as server:
-        yield server.url
-
-
-@pytest.fixture(params=KINDS)
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
-    url = request.getfixturevalue("redis_url") if request.param == "redis" else ""
-    made = make_store(request.param, tmp_path, url)
-    yield made
-    made.close()
 
 
 @pytest.fixture

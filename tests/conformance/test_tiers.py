@@ -4,15 +4,12 @@ import dataclasses
 import logging
 import re
 import threading
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
 
 from support.kv import DENSE, DTYPES, SPARSE_K, SPARSE_KV, contents, plane, small_layout
-from support.redis_server import redis_server
-from support.tiers import KINDS, Store, make_items, make_keys, make_pages, make_store
+from support.tiers import Store, make_items, make_keys, make_pages
 from tamis.errors import LayerNotLocalError, TierError, TierReadError
 from tamis.kv import INDEX, MAIN, KVLayout, LayerScales, PageBlob, SparseKVPool
 from tamis.kv.tiers.format import encode_page, page_format
@@ -31,20 +28,6 @@ LAYOUTS = {
 }
 LAYOUT = LAYOUTS["float32"]
 SIZE = page_format(LAYOUT).blob_bytes
-
-
-@pytest.fixture(scope="module")
-def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with redis_server(tmp_path_factory.mktemp("redis")) as server:
-        yield server.url
-
-
-@pytest.fixture(params=KINDS)
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
-    url = request.getfixturevalue("redis_url") if request.param == "redis" else ""
-    made = make_store(request.param, tmp_path, url)
-    yield made
-    made.close()
 
 
 def read_all(tier: StoredTier, keys: list[bytes], layout: KVLayout = LAYOUT) -> PageBlob:

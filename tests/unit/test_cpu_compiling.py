@@ -3,22 +3,9 @@
 import pytest
 from numba import njit
 
+from support.progress import Recorder
 from tamis.kernels import ReferenceOps, report_compiling
 from tamis.kernels.cpu.compiling import TASK, report_to
-
-
-class Recorder:
-    def __init__(self) -> None:
-        self.calls: list[object] = []
-
-    def start(self, task: str, total: int | None, unit: str) -> None:
-        self.calls.append((task, total, unit))
-
-    def advance(self, amount: int) -> None:
-        self.calls.append(amount)
-
-    def finish(self) -> None:
-        self.calls.append("done")
 
 
 def test_kernels_that_are_compiled_are_one_task_and_compiled_ones_none() -> None:

@@ -10,6 +10,7 @@ import torch
 
 from support.engines import VOCAB, expected_greedy, greedy, make_engine, model_of
 from support.model_dirs import write_tokenizer
+from support.progress import Recorder
 from tamis import LLM, Completion, FinishReason, SamplingParams, TokenEvent
 from tamis.config import GenerationDefaults
 from tamis.engine.batch import Batch
@@ -323,20 +324,6 @@ def test_sampling_defaults_are_the_checkpoints(make_llm: Callable[..., tuple[LLM
     assert llm.default_sampling(top_k=3, max_tokens=9) == SamplingParams(temperature=0.5, top_k=3, max_tokens=9)
     plain, _ = make_llm()
     assert plain.default_sampling() == SamplingParams()
-
-
-class Recorder:
-    def __init__(self) -> None:
-        self.calls: list[Any] = []
-
-    def start(self, task: str, total: int | None, unit: str) -> None:
-        self.calls.append((task, total, unit))
-
-    def advance(self, amount: int) -> None:
-        self.calls.append(amount)
-
-    def finish(self) -> None:
-        self.calls.append("done")
 
 
 def test_prompts_are_reported_until_they_are_read(make_llm: Callable[..., tuple[LLM, Engine]]) -> None:

@@ -1,32 +1,15 @@
 """Pins that change in several threads at once, and pins that take the place of others."""
 
 import threading
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from support.kv import small_layout
-from support.redis_server import redis_server
-from support.tiers import KINDS, Store, make_items, make_store
+from support.tiers import Store, make_items
 from tamis.kv.tiers.base import Key
 
 ITEMS = make_items(small_layout(), 4)
 KEYS = [key for key, _ in ITEMS]
-
-
-@pytest.fixture(scope="module")
-def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with redis_server(tmp_path_factory.mktemp("redis")) as server:
-        yield server.url
-
-
-@pytest.fixture(params=KINDS)
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
-    url = request.getfixturevalue("redis_url") if request.param == "redis" else ""
-    made = make_store(request.param, tmp_path, url)
-    yield made
-    made.close()
 
 
 @pytest.mark.parametrize("verb", ["pin", "unpin"])
