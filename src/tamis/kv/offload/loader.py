@@ -1,18 +1,16 @@
 """What is on its way from the tiers into one pool, as the engine's thread sees it."""
 
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 
 from tamis.errors import TierReadError, TransferError
-from tamis.kv.manager import KVManager, KVSequence
-from tamis.kv.offload.figures import Failures, OffloadStats
+from tamis.kv.manager import KVSequence
+from tamis.kv.offload.between import Between
 from tamis.kv.offload.loading import Lookup, PageLoad
 from tamis.kv.offload.rates import Rate
-from tamis.kv.offload.saving import MakeKeys
-from tamis.kv.offload.settings import OffloadConfig
 from tamis.kv.offload.workers import Workers
 from tamis.kv.prefix import Tokens
-from tamis.kv.tiers.base import Key, Tier
+from tamis.kv.tiers.base import Key
 from tamis.kv.transfer import LayerTransferCounter, TransferTicket
 
 _RETRY_SECONDS = 30.0
@@ -27,25 +25,16 @@ _MOST_LOADS = 2
 class PageLoader:
     """Looks up and loads pages. For the manager's own thread alone; nothing here waits for a tier."""
 
-    def __init__(
-        self,
-        manager: KVManager,
-        tier: Tier,
-        make_keys: Callable[[Sequence[int], Hashable], MakeKeys],
-        config: OffloadConfig,
-        stats: OffloadStats,
-        failures: Failures,
-        news: Callable[[], None],
-    ) -> None:
-        """`make_keys` of token ids and salt; `news` is called when there is something for `poll` to see."""
+    def __init__(self, between: Between) -> None:
+        manager, config = between.manager, between.config
         self.config, self.rate = config, Rate()
         self.layout = manager.pool.layout
         self.counter = LayerTransferCounter(len(self.layout.local_layers), config.slots, config.load_seconds)
         manager.pool.register_layer_transfer_counter(self.counter)
-        self._manager, self._tier, self._make_keys = manager, tier, make_keys
-        self._stats, self._failures = stats, failures
-        self.lookers = Workers("lookup", 1, news)
-        self.loaders = Workers("load", config.slots, news)
+        self._manager, self._tier, self._make_keys = manager, between.tier, between.make_keys
+        self._stats, self._failures = between.stats, between.failures
+        self.lookers = Workers("lookup", 1, between.news)
+        self.loaders = Workers("load", config.slots, between.news)
         self._loads: list[PageLoad] = []
         self._rest_until = 0.0
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 
 from tamis.kv.manager import KVManager
+from tamis.kv.offload.between import Between
 from tamis.kv.offload.figures import Failures, OffloadStats
 from tamis.kv.offload.loader import PageLoader
 from tamis.kv.offload.saver import PageSaver
@@ -36,8 +37,8 @@ class KVOffload:
         """Of model and layout: what is kept under another one is of no use here."""
         self._news = threading.Event()
         self._stats, self._failures = OffloadStats(), Failures()
-        shared = (manager, tier, self._keys, self.config, self._stats, self._failures, self._news.set)
-        self.loader, self.saver = PageLoader(*shared), PageSaver(*shared)
+        between = Between(manager, tier, self._keys, self.config, self._stats, self._failures, self._news.set)
+        self.loader, self.saver = PageLoader(between), PageSaver(between)
 
     def poll(self) -> None:
         """See what has become of everything, and hand out the next work."""

@@ -2,18 +2,15 @@
 
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from itertools import chain
 
 from tamis.errors import TierError
-from tamis.kv.manager import KVManager
-from tamis.kv.offload.figures import Failures, OffloadStats
+from tamis.kv.offload.between import Between
 from tamis.kv.offload.rates import Rate
 from tamis.kv.offload.saving import MakeKeys, PageDelete, PagePin, PageSave, SavePath, SaveTicket
-from tamis.kv.offload.settings import OffloadConfig
 from tamis.kv.offload.workers import Workers
 from tamis.kv.prefix import PrefixNode, Stored, Tokens
-from tamis.kv.tiers.base import Tier
 
 _BATCH_BYTES = 64 << 20
 """Pages that are written at a time take about this much, twice, beside the pool."""
@@ -24,22 +21,13 @@ _MAX_PATHS = 1024
 class PageSaver:
     """Writes pages, some at a time; a PathWatcher. For the manager's own thread alone; nothing waits for a tier."""
 
-    def __init__(
-        self,
-        manager: KVManager,
-        tier: Tier,
-        make_keys: Callable[[Sequence[int], Hashable], MakeKeys],
-        config: OffloadConfig,
-        stats: OffloadStats,
-        failures: Failures,
-        news: Callable[[], None],
-    ) -> None:
-        """As for `PageLoader`."""
-        self.config, self.rate = config, Rate()
+    def __init__(self, between: Between) -> None:
+        manager = between.manager
+        self.config, self.rate = between.config, Rate()
         manager.watcher = self
-        self.writers = Workers("save", 1, news)
-        self._manager, self._tier, self._make_keys = manager, tier, make_keys
-        self._stats, self._failures = stats, failures
+        self.writers = Workers("save", 1, between.news)
+        self._manager, self._tier, self._make_keys = manager, between.tier, between.make_keys
+        self._stats, self._failures = between.stats, between.failures
         self._batch = max(1, _BATCH_BYTES // manager.pool.layout.bytes_per_page)
         self._paths: deque[SavePath] = deque()
         self._save: PageSave | None = None
