@@ -18,9 +18,9 @@ run: export TAMIS_QUESTION := $(value PROMPT)
 run: $(VENV)/run.stamp  ## install, fetch the built-in model, answer PROMPT
 	@$(BIN)/tamis generate --prompt "$$TAMIS_QUESTION"
 
-test: $(VENV)/dev.stamp  ## fetch the built-in model, run all tests
+test: $(VENV)/dev.stamp  ## fetch the built-in model, run the tests (ARGS='-m slow': the slow ones)
 	@$(BIN)/tamis pull
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -m 'not slow' $(ARGS)
 
 check: $(VENV)/dev.stamp  ## lint, format and type checks
 	$(BIN)/ruff check .

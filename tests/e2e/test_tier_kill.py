@@ -6,6 +6,7 @@ import time
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+import pytest
 import torch
 
 from support.kv import DENSE, SPARSE_KV
@@ -54,6 +55,7 @@ def follow(
     return written
 
 
+@pytest.mark.slow
 def test_kill_9_at_any_moment_costs_nothing_that_was_written(tmp_path: Path) -> None:
     items = [make_items(LAYOUT, 3, salt=bytes([number])) for number in range(6)]
     expected = {key: blob for batch in items for key, blob in batch}
