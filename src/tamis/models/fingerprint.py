@@ -11,13 +11,13 @@ from typing import Any
 from tamis.cache import cache_dir
 from tamis.config import EngineConfig, ModelConfig
 from tamis.errors import ModelNotFoundError
+from tamis.models.builtin import file_sha256
 from tamis.models.hub import ModelSource
 from tamis.models.index_branch import BRANCH_TENSORS
 
 logger = logging.getLogger(__name__)
 
 _PURPOSE = "tamis model 1"
-_CHUNK = 1 << 24
 
 
 def model_fingerprint(source: ModelSource, config: ModelConfig, settings: EngineConfig) -> str:
@@ -67,14 +67,11 @@ def _file_hash(path: Path) -> str:
         if known is not None:
             return known
         logger.info("reading %s once, to tell its KV pages from those of other models", path)
-        with path.open("rb") as file:
-            digest = hashlib.sha256()
-            while chunk := file.read(_CHUNK):
-                digest.update(chunk)
+        found = file_sha256(path)
     except OSError as error:
         raise ModelNotFoundError(f"{path}: cannot be read: {error.strerror or error}") from error
-    _write_note(note, digest.hexdigest())
-    return digest.hexdigest()
+    _write_note(note, found)
+    return found
 
 
 def _read_note(note: Path) -> str | None:

